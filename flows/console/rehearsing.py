@@ -1,0 +1,388 @@
+"""`k2ctl rehearse`: the embedded site, an older release live on it, and a new one through the whole chain."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flows.console.reports import print_json
+from flows.console.submission import say, submit, use_api
+from tasks import wiring
+from tasks.core.errors import ExitCode, InputError, K2Error
+from tasks.core.ledger import STEPS
+from tasks.progress import TerminalProgress
+from tasks.specs import load_base, load_release
+from tasks.steps.context import Ports
+from tasks.steps.documents import get_live, get_receipt
+from tasks.steps.journal import states
+from tasks.steps.site_setup import set_up_site
+from tasks.steps.traffic import read_live_route
+
+INJECTIONS = ("shard-bitflip", "gate-miss", "node-lost", "slo-breach")
+_CLIENT_RATE_PER_S = 20.0
+_MIN_REQUESTS = 1000
+
+
+@dataclass
+class Outcome:
+    """What a rehearsal came to; becomes the JSON document."""
+
+    release: str
+    outcome: str = "failed"
+    exit_code: int = ExitCode.UNEXPECTED
+    receipt: str = ""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    client: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    built_s: float = 0.0
+
+
+def rehearse(args: Namespace) -> int:
+    """Run the rehearsal that the arguments ask for; its exit code is that of the release."""
+    from infra.rehearsal import site as embedded
+
+    if args.stop:
+        return _stop_kept()
+    unknown = [name for name in args.inject if name not in INJECTIONS]
+    if unknown:
+        raise InputError(
+            "K2-INP-001",
+            "There is no such injection.",
+            where="--inject",
+            got=unknown[0],
+            expected=", ".join(INJECTIONS),
+        )
+    keep = args.keep or args.site_only
+    directory = Path(args.dir or tempfile.mkdtemp(prefix="k2-rehearsal-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    _banner(embedded.SIMULATED, directory)
+    began = time.monotonic()
+    binaries = embedded.prepare(say)
+    built_s = time.monotonic() - began
+    options = embedded.SiteOptions(directory, 32 if args.full else 6, args.seed, keep)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with embedded.RehearsalSite(options, say) as site:
+        run = Rehearsal(site, args, built_s)
+        result = run.carry_out(binaries)
+        if keep:
+            _keep(site, args)
+    if not keep and not args.dir:
+        embedded.remove(directory)
+    return int(result.exit_code)
+
+
+def _banner(simulated: tuple[str, ...], directory: Path) -> None:
+    say("k2ctl rehearse: the release flows of production on this machine, without GPUs.")
+    say(f"site directory: {directory}")
+    say("simulated here (everything else is the real program):")
+    for line in simulated:
+        say(f"  - {line}")
+
+
+class Rehearsal:
+    """One rehearsal on a site: an older release first, then the candidate, with users all the while."""
+
+    def __init__(self, site: Any, args: Namespace, built_s: float) -> None:
+        from infra.rehearsal.releases import NEW, OLD
+
+        self._site = site
+        self._args = args
+        self._built_s = built_s
+        self._profile = "rehearsal-4p12d" if args.full else "rehearsal-1p2d"
+        self._old, self._new = OLD, NEW
+        self._cpu = CpuClock(site)
+
+    def carry_out(self, binaries: Any) -> Outcome:
+        """Start the site, run the releases, print the result, and return it."""
+        began = time.monotonic()
+        result = Outcome(release=self._new, built_s=round(self._built_s, 1))
+        self._site.start(binaries)
+        use_api(self._ports().site)
+        self._set_up()
+        with self._cpu:
+            self._start_life()
+            if self._args.site_only:
+                result.outcome, result.exit_code, result.release = "live", ExitCode.DONE, self._old
+            else:
+                self._release(result)
+            result.cpu_s = round(self._cpu.now(), 1)
+        result.wall_s = round(time.monotonic() - began, 1)
+        self._report(result)
+        return result
+
+    def _ports(self) -> Ports:
+        return wiring.connect(str(self._site.site_path), "k2ctl-rehearse", TerminalProgress())
+
+    def _set_up(self) -> None:
+        """Make the base objects and the releases; from here on the pipeline has only its own rights."""
+        from infra.rehearsal.releases import images, release_data, write_release
+
+        set_up_site(self._ports(), load_base(), images()["tool"])
+        self._site.use_pipeline_account()
+        releases = self._site.directory / "releases"
+        old = release_data(self._old, self._site.revisions["old"], self._profile)
+        new = release_data(self._new, self._site.revisions["new"], self._profile)
+        for data in (old, new):
+            write_release(releases, data)
+
+    def _start_life(self) -> None:
+        """Make the older release live (unless --first), with the worker coming up meanwhile, then let users in."""
+        worker = threading.Thread(target=self._site.start_worker)
+        worker.start()
+        if not self._args.first:
+            say(f"making {self._old} live, so that there is something to protect")
+            self._run_here("release", {"release": self._old})
+            self._run_here("promote", {"release": self._old, "approver": "rehearsal"})
+            say("users: the client sends streaming and plain requests from now on")
+            self._site.start_client(_CLIENT_RATE_PER_S)
+        worker.join()
+
+    def _run_here(self, name: str, parameters: dict[str, Any]) -> None:
+        from flows.promote import promote
+        from flows.release import release
+
+        flow: Any = {"release": release, "promote": promote}[name]
+        flow(**parameters, site=str(self._site.site_path))
+
+    def _release(self, result: Outcome) -> None:
+        """Take the candidate through release and promote as deployments, with the injections, and fill in the result."""
+        site = self._ports().site
+        with Injector(self._site, self._args.inject, self._ports):
+            try:
+                parameters = {"release": self._new, "site": str(self._site.site_path)}
+                submit(site, "release/release", self._new, parameters)
+                ended = submit(site, "promote/promote", self._new, {**parameters, "approver": "rehearsal"})
+                result.outcome, result.exit_code = "promoted", ExitCode.DONE
+                result.receipt = str(ended.data["receipt"])
+                self._retire(site)
+            except K2Error as error:
+                result.error, result.exit_code = error.as_data(), error.exit_code
+                result.outcome = "reverted" if error.exit_code == ExitCode.REVERTED else "failed"
+                say(error.as_text())
+        self._enough_requests()
+
+    def _retire(self, site: Any) -> None:
+        """Take the old set down after its hold."""
+        if self._args.first or self._args.keep:
+            return
+        hold = load_release(self._site.directory / "releases" / f"{self._new}.yaml").retention.hold_s
+        time.sleep(hold)
+        submit(site, "retire/retire", self._old, {"release": self._old, "site": str(self._site.site_path)})
+
+    def _enough_requests(self) -> None:
+        """Let the client reach the number of requests that the result promises, for a minute at most."""
+        if self._args.first or self._args.inject:
+            return
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self._client_report().get("requests", 0) < _MIN_REQUESTS:
+            time.sleep(0.5)
+
+    def _client_report(self) -> dict[str, Any]:
+        path = self._site.directory / "client.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def _report(self, result: Outcome) -> None:
+        ports = self._ports()
+        if not self._args.first:
+            report = self._client_report() if self._args.keep or self._args.site_only else self._site.stop_client()
+            result.client = {key: report.get(key) for key in ("requests", "failed", "cut_streams", "by_release")}
+        result.steps = self._cpu.steps(states(ports.store, result.release))
+        route, _ = read_live_route(ports)
+        live, _ = get_live(ports.store)
+        if result.receipt:
+            path = self._site.directory / "receipt.json"
+            path.write_text(json.dumps(get_receipt(ports.store, result.release), indent=1))
+            result.receipt = str(path)
+        document = {
+            "version": 1,
+            "outcome": result.outcome,
+            "release": result.release,
+            "receipt": result.receipt,
+            "exit_code": int(result.exit_code),
+            "error": result.error,
+            "steps": result.steps,
+            "client": result.client,
+            "live": live["release"] if live else None,
+            "route": {backend.release: weight for backend, weight in route.weights()},
+            "wall_s": result.wall_s,
+            "cpu_s": result.cpu_s,
+            "one_time_build_s": result.built_s,
+            "hub": self._site.hub_stats().get("bytes_served"),
+            "site": str(self._site.site_path),
+            "simulated": list(ports.site.simulated),
+            "real": self._site.real_parts(),
+        }
+        (self._site.directory / "result.json").write_text(json.dumps(document, indent=1))
+        if self._args.json:
+            print_json(document)
+        else:
+            _print_result(document)
+
+
+def _print_result(document: dict[str, Any]) -> None:
+    print(f"\n{document['release']}: {document['outcome']} (exit {document['exit_code']})")
+    print(f"{'step':<14}{'outcome':<14}{'wall s':>8}{'CPU s':>8}")
+    for step in document["steps"]:
+        print(f"{step['name']:<14}{step['outcome']:<14}{step['seconds']:>8.1f}{step['cpu_seconds']:>8.1f}")
+    print(
+        f"{'everything':<28}{document['wall_s']:>8.1f}{document['cpu_s']:>8.1f}   (one-time build apart: "
+        f"{document['one_time_build_s']:.1f} s)"
+    )
+    client = document["client"]
+    if client:
+        print(
+            f"users: {client['requests']} requests, {client['failed']} failed, {client['cut_streams']} cut streams, "
+            f"served by {client['by_release']}"
+        )
+    print("traffic now: " + ", ".join(f"{name} {weight}%" for name, weight in document["route"].items()))
+    if document["receipt"]:
+        print(f"receipt: {document['receipt']}")
+
+
+class CpuClock:
+    """Samples the CPU seconds of all the site's processes, so that each step can be given its share."""
+
+    def __init__(self, site: Any) -> None:
+        self._site = site
+        self._samples: list[tuple[float, float]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> CpuClock:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(OSError):
+                self._samples.append((time.time(), self._site.cpu_seconds()))
+            self._stop.wait(0.5)
+
+    def now(self) -> float:
+        """Return the CPU seconds so far."""
+        return float(self._site.cpu_seconds())
+
+    def between(self, start: float, end: float) -> float:
+        """Return the CPU seconds used by all processes between two moments, from the nearest samples."""
+        if not self._samples:
+            return 0.0
+        value = {at: min(self._samples, key=lambda sample: abs(sample[0] - at))[1] for at in (start, end)}
+        return max(0.0, value[end] - value[start])
+
+    def steps(self, known: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return each step of a release with its wall and CPU seconds."""
+        rows = []
+        for name in STEPS:
+            if name in known:
+                state = known[name]
+                rows.append(
+                    {
+                        "name": name,
+                        "outcome": state.outcome,
+                        "seconds": round(state.seconds, 2),
+                        "cpu_seconds": round(self.between(state.ended_at - state.seconds, state.ended_at), 2),
+                    }
+                )
+        return rows
+
+
+class Injector:
+    """Makes things go wrong by name, at the moment that each name stands for."""
+
+    def __init__(self, site: Any, names: list[str], ports: Any) -> None:
+        self._site = site
+        self._names = names
+        self._ports = ports
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Injector:
+        if "shard-bitflip" in self._names:
+            self._site.inject("shard-bitflip", {"path": "model-7-of-61.safetensors", "offset": 12345})
+            say("inject: the Hub flips one bit of model-7-of-61.safetensors")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+    def _watch(self) -> None:
+        pending = [name for name in self._names if name != "shard-bitflip"]
+        ports = self._ports()
+        while pending and not self._stop.wait(0.3):
+            with contextlib.suppress(K2Error):
+                pending = [name for name in pending if not self._try(name, ports)]
+
+    def _try(self, name: str, ports: Ports) -> bool:
+        """Switch an injection on if its moment has come; return whether it is on."""
+        from infra.rehearsal.releases import NEW
+
+        groups = ports.cluster.list_objects("LeaderWorkerSet")
+        candidate = next((g for g in groups if g["metadata"]["annotations"].get("k2-release.io/release") == NEW), None)
+        if candidate is None:
+            return False
+        serving = candidate["metadata"]["labels"]["k2-release.io/serving"]
+        if name == "gate-miss":
+            self._site.inject("engine-slow", {"pod_prefix": f"k2-{serving[:8]}-", "factor": 40})
+            say("inject: the candidate's engines are 40 times slower")
+            return True
+        if name == "slo-breach":
+            route, _ = read_live_route(ports)
+            if route.candidate_percent < 10:
+                return False
+            self._site.inject("engine-slow", {"pod_prefix": f"k2-{serving[:8]}-", "factor": 40})
+            say("inject: at 10% the candidate's engines become 40 times slower")
+            return True
+        pods = ports.cluster.list_objects("Pod", {"k2-release.io/serving": serving, "k2-release.io/role": "decode"})
+        node = next((pod["spec"].get("nodeName") for pod in pods if pod["spec"].get("nodeName")), None)
+        if node is None:
+            return False
+        self._site.inject("node-lost", {"node": node})
+        say(f"inject: node {node} stops answering")
+        return True
+
+
+def _keep(site: Any, args: Namespace) -> None:
+    """Note the kept site where `k2ctl` looks for it, and say how to use and end it."""
+    note = wiring.last_rehearsal_site()
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.unlink(missing_ok=True)
+    note.symlink_to(site.site_path)
+    print("\nThe site stays up:")
+    print(f"  site file   {site.site_path}   (k2ctl finds it by itself)")
+    print(f"  gateway     {site.gateway_url}/v1/chat/completions")
+    print(f"  Prefect     {site.prefect.api_url.removesuffix('/api')}")
+    print(f"  kubectl     KUBECONFIG={site.control_plane.kubeconfig} kubectl get pods")
+    print("  try         k2ctl status; k2ctl ask 'What is 17 + 25?'; k2ctl plan k2-rehearsal-2")
+    print("  end it      k2ctl rehearse --stop")
+
+
+def _stop_kept() -> int:
+    """Stop the site that was kept; only processes that it recorded and that are still those."""
+    from infra.rehearsal.processes import stop_recorded
+
+    note = wiring.last_rehearsal_site()
+    if not note.is_symlink():
+        say("no rehearsal site was kept")
+        return ExitCode.DONE
+    directory = note.readlink().parent
+    stopped = stop_recorded(directory) if directory.is_dir() else ()
+    note.unlink()
+    say(f"stopped {len(stopped)} processes; files stay in {directory}")
+    return ExitCode.DONE

@@ -1,0 +1,107 @@
+"""Commands that act: release, promote, retire."""
+
+from __future__ import annotations
+
+import getpass
+from argparse import Namespace
+from typing import Any
+
+from flows.console.reports import connect, print_json, summary
+from flows.console.submission import Ended, say, submit, use_api
+from tasks import wiring
+from tasks.core.errors import ExitCode, InputError
+from tasks.core.spec import Site
+from tasks.specs import find_release
+from tasks.steps.capacity import make_release_plan
+from tasks.steps.context import Subject
+from tasks.steps.weights import make_accepted_lock
+
+
+def release(args: Namespace) -> int:
+    """Bring a release to gated; with --yes let it have traffic too. Resumes at the first unfinished step."""
+    site_path = wiring.site_path(args.site)
+    site = wiring.read_site(site_path)
+    found = find_release(args.release, site.releases_dir)
+    if args.dry_run:
+        return _dry_run(args)
+    if args.yes and not (args.approver or getpass.getuser()):
+        raise InputError("K2-INP-001", "An approval needs a name.", where="--approver")
+    ended = _run(args, site, "release", found.id, {"release": args.release, "site": site_path})
+    data: dict[str, Any] = dict(ended.data)
+    if args.yes and data["outcome"] == "gated":
+        approver = args.approver or getpass.getuser()
+        parameters = {"release": args.release, "site": site_path, "approver": approver, "comment": args.comment}
+        ended = _run(args, site, "promote", found.id, parameters)
+        data = {**data, **ended.data}
+    elif data["outcome"] == "gated":
+        say(f"gated: no user traffic was moved. Next: k2ctl promote {args.release} --approver NAME")
+    return _report(args, found.id, data, ended)
+
+
+def promote(args: Namespace) -> int:
+    """Let a gated release have traffic: shift by its plan, then promote."""
+    site_path = wiring.site_path(args.site)
+    site = wiring.read_site(site_path)
+    found = find_release(args.release, site.releases_dir)
+    _confirm(args, f"shift user traffic to {found.id}")
+    parameters = {
+        "release": args.release,
+        "site": site_path,
+        "approver": args.approver or getpass.getuser(),
+        "comment": args.comment,
+    }
+    ended = _run(args, site, "promote", found.id, parameters)
+    return _report(args, found.id, dict(ended.data), ended)
+
+
+def retire(args: Namespace) -> int:
+    """Take down a replaced release after its hold."""
+    site_path = wiring.site_path(args.site)
+    site = wiring.read_site(site_path)
+    found = find_release(args.release, site.releases_dir)
+    _confirm(args, f"delete the pods and objects of {found.id} (its weights stay)")
+    ended = _run(args, site, "retire", found.id, {"release": args.release, "site": site_path})
+    return _report(args, found.id, dict(ended.data), ended)
+
+
+def _confirm(args: Namespace, what: str) -> None:
+    """Refuse to go on without -y: what moves traffic or deletes is said out loud first."""
+    if not args.yes:
+        raise InputError("K2-INP-001", f"This would {what}.", where="-y", got="not given", expected="-y to go on")
+
+
+def _run(args: Namespace, site: Site, name: str, release_id: str, parameters: dict[str, Any]) -> Ended:
+    """Run a flow: as its deployment where the site has a Prefect server (the default), else in this process."""
+    if args.local or not site.prefect_api_url:
+        return _run_here(site, name, parameters)
+    return submit(site, f"{name}/{name}", release_id, parameters)
+
+
+def _run_here(site: Site, name: str, parameters: dict[str, Any]) -> Ended:
+    if site.prefect_api_url:
+        use_api(site)
+    from flows.promote import promote as promote_flow
+    from flows.release import release as release_flow
+    from flows.retire import retire as retire_flow
+
+    flow: Any = {"release": release_flow, "promote": promote_flow, "retire": retire_flow}[name]
+    return Ended("local", dict(flow(**parameters)), "")
+
+
+def _dry_run(args: Namespace) -> int:
+    """Show the plan and stop."""
+    ports = connect(args)
+    found = find_release(args.release, ports.site.releases_dir)
+    made, _ = make_accepted_lock(ports.hub, found.repo, found.revision)
+    print_json(make_release_plan(ports, Subject(found, made)))
+    return ExitCode.DONE
+
+
+def _report(args: Namespace, release_id: str, data: dict[str, Any], ended: Ended) -> int:
+    if args.json:
+        print_json({"version": 1, "release": release_id, "run": ended.run, "url": ended.url, **data})
+    else:
+        print(f"{release_id}: {summary(data)}" + (" - nothing to do" if data["outcome"] == "unchanged" else ""))
+        if data.get("receipt"):
+            print(f"receipt: {data['receipt']} in the store; k2ctl receipt {release_id} --verify")
+    return ExitCode.DONE

@@ -1,0 +1,203 @@
+"""Commands that read: plan, render, status, receipt, verify, explain, ask."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flows.console.submission import say
+from tasks import wiring
+from tasks.core.errors import CATALOGUE, ExitCode, InputError
+from tasks.core.lock import lock_from_data
+from tasks.core.plan import plan_rows
+from tasks.core.render import render_serving
+from tasks.core.spec import plain
+from tasks.core.units import format_bytes
+from tasks.progress import TerminalProgress
+from tasks.specs import find_release
+from tasks.steps.audit import verify_receipt
+from tasks.steps.capacity import make_release_plan
+from tasks.steps.context import Ports, Subject
+from tasks.steps.documents import get_live, get_receipt
+from tasks.steps.journal import states
+from tasks.steps.traffic import read_live_route
+from tasks.steps.weights import make_accepted_lock
+
+
+def connect(args: Namespace) -> Ports:
+    """Return the ports of the site that a command names, with progress on standard error."""
+    return wiring.connect(wiring.site_path(args.site), "k2ctl", TerminalProgress())
+
+
+def print_json(data: Any) -> None:
+    """Write one JSON document to standard output."""
+    print(json.dumps(plain(data), indent=2))
+
+
+def lock(args: Namespace) -> int:
+    """Lock a revision: resolve it once, list its files, write the lock file."""
+    ports = connect(args)
+    revision = ports.hub.resolve(args.repo, args.revision)
+    made, _ = make_accepted_lock(ports.hub, args.repo, revision)
+    path = Path(args.output) / made.file_name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(made.to_bytes())
+    if args.json:
+        print_json(
+            {
+                "version": 1,
+                "path": str(path),
+                "digest": made.digest,
+                "revision": revision,
+                "files": len(made.files),
+                "total_bytes": made.total_bytes,
+            }
+        )
+    else:
+        print(
+            f"{path}\nrevision {revision}\ndigest   {made.digest}\n"
+            f"{len(made.files)} files, {len(made.shards)} shards, {format_bytes(made.total_bytes)}"
+        )
+    return ExitCode.DONE
+
+
+def verify(args: Namespace) -> int:
+    """Hash every file of a directory and compare it with a lock; also of a checkout that this tool did not make."""
+    from tasks.node.program import Stop
+    from tasks.node.verify_files import verify_directory
+
+    made = lock_from_data(json.loads(Path(args.lock).read_text()))
+    count_bytes = verify_directory(Path(args.dir), made, args.dir, args.threads, Stop())
+    if args.json:
+        print_json({"version": 1, "ok": True, "files": len(made.files), "bytes": count_bytes, "digest": made.digest})
+    say(f"ok: {len(made.files)} files, {format_bytes(count_bytes)}, have the digests of the lock {made.digest[:12]}")
+    return ExitCode.DONE
+
+
+def plan(args: Namespace) -> int:
+    """Say what a release would change; reads only. Exit 3 with --detailed-exitcode when there are changes."""
+    ports = connect(args)
+    subject = _subject(ports, args.release)
+    made = make_release_plan(ports, subject)
+    if args.json:
+        print_json({"version": 1, **plain(made)})
+    else:
+        for row in plan_rows(made, made.usd_per_hour):
+            print(f"{row['what']:<22}{row['value']}")
+    return ExitCode.PLAN_HAS_CHANGES if args.detailed_exitcode and made.has_changes else ExitCode.DONE
+
+
+def render(args: Namespace) -> int:
+    """Write the objects of a release as YAML."""
+    ports = connect(args)
+    subject = _subject(ports, args.release)
+    objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
+    text = yaml.safe_dump_all(objects, sort_keys=True)
+    if args.output:
+        Path(args.output).write_text(text)
+    else:
+        sys.stdout.write(text)
+    return ExitCode.DONE
+
+
+def _subject(ports: Ports, release: str) -> Subject:
+    """Return a release with the lock of its revision, made anew from the Hub (reads only)."""
+    found = find_release(release, ports.site.releases_dir)
+    made, _ = make_accepted_lock(ports.hub, found.repo, found.revision)
+    return Subject(found, made)
+
+
+def status(args: Namespace) -> int:
+    """Say what is live, what the route does, and where a release stands."""
+    ports = connect(args)
+    live, _ = get_live(ports.store)
+    route, _ = read_live_route(ports)
+    data: dict[str, Any] = {
+        "version": 1,
+        "live": live,
+        "route": {
+            "phase": route.phase,
+            "generation": route.generation,
+            "reason": route.reason,
+            "weights": {backend.release: weight for backend, weight in route.weights()},
+        },
+    }
+    if args.release:
+        known = states(ports.store, find_release(args.release, ports.site.releases_dir).id)
+        data["steps"] = [
+            {"name": s.step, "outcome": s.outcome, "attempts": s.attempts, "seconds": round(s.seconds, 1)}
+            for s in known.values()
+        ]
+    if args.json:
+        print_json(data)
+        return ExitCode.DONE
+    print(f"live     {live['release'] if live else 'nothing'}")
+    print(f"route    {route.phase}, generation {route.generation}" + (f": {route.reason}" if route.reason else ""))
+    for backend, weight in route.weights():
+        print(f"         {weight:3d}%  {backend.release} ({backend.service})")
+    for step in data.get("steps", []):
+        print(f"step     {step['name']:<12}{step['outcome']:<12}{step['attempts']} tries, {step['seconds']} s")
+    return ExitCode.DONE
+
+
+def receipt(args: Namespace) -> int:
+    """Show a release's receipt; with --verify recompute every digest in it, down to the bytes on each node."""
+    ports = connect(args)
+    release = args.release if "/" not in args.release else find_release(args.release, ports.site.releases_dir).id
+    body = get_receipt(ports.store, release)
+    if not args.verify:
+        print_json(body)
+        return ExitCode.DONE
+    checks = verify_receipt(ports, body)
+    if args.json:
+        print_json({"version": 1, "release": release, "ok": True, "checks": checks})
+    else:
+        for check in checks:
+            print(f"ok  {check['what']:<28}{check['digest']}")
+        print(f"every digest of the receipt of {release} holds: {len(checks)} checks")
+    return ExitCode.DONE
+
+
+def explain(args: Namespace) -> int:
+    """Say what an error code means and what to do; without a code list all of them."""
+    if args.code and args.code not in CATALOGUE:
+        raise InputError(
+            "K2-INP-001", "There is no such code.", where="CODE", got=args.code, expected="one of `k2ctl explain`"
+        )
+    entries = [CATALOGUE[args.code]] if args.code else list(CATALOGUE.values())
+    if args.json:
+        print_json({"version": 1, "codes": [{**plain(e), "exit_code": int(e.exit_code)} for e in entries]})
+        return ExitCode.DONE
+    for entry in entries:
+        print(f"{entry.code}  exit {int(entry.exit_code)}\n  {entry.meaning}\n  next: {entry.remedy}")
+    return ExitCode.DONE
+
+
+def ask(args: Namespace) -> int:
+    """Send one prompt the way users go and show who answered what."""
+    ports = connect(args)
+    answer = ports.engine.ask(
+        args.prompt, serving=args.serving, max_tokens=args.max_tokens, stream=True, timeout_s=120.0
+    )
+    if args.json:
+        print_json({"version": 1, **plain(answer)})
+    else:
+        print(answer.text)
+        say(
+            f"status {answer.status}, {answer.finish_reason}, {answer.completion_tokens} tokens, first after "
+            f"{answer.ttft_s:.3f} s, all after {answer.latency_s:.3f} s, served by {answer.served_by or 'nobody'}"
+        )
+    return ExitCode.DONE if answer.status == 200 else ExitCode.UNAVAILABLE
+
+
+def summary(data: Mapping[str, Any]) -> str:
+    """Return one line for the end of a release run."""
+    plan_data = data.get("plan") or {}
+    change = f", change {plan_data['change']}" if plan_data else ""
+    return f"outcome: {data['outcome']}{change}"

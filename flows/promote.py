@@ -1,0 +1,53 @@
+"""Flow `promote`: an approved release gets traffic, step by step, and becomes what is live."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from prefect import flow
+from pydantic import Field
+
+from flows.release import ReleaseParameter, SiteParameter
+from tasks import traffic
+from tasks.order import ending, open_order
+
+ApproverParameter = Annotated[
+    str,
+    Field(
+        title="Approver",
+        description="Who lets this release have traffic: a person's name, or the CI job.",
+        min_length=2,
+        max_length=100,
+        json_schema_extra={"position": 2},
+    ),
+]
+CommentParameter = Annotated[
+    str,
+    Field(
+        title="Comment", description="Why now; kept in the receipt.", max_length=500, json_schema_extra={"position": 3}
+    ),
+]
+
+
+@flow(name="promote", flow_run_name="promote-{release}", retries=0, persist_result=False)
+def promote(
+    release: ReleaseParameter, approver: ApproverParameter, site: SiteParameter = "", comment: CommentParameter = ""
+) -> dict[str, Any]:
+    """Shift traffic to a gated release by its traffic plan, revert first on a failed check, then promote it.
+
+    Starting this flow *is* the approval. Run it again after any death: it goes on from what the route says.
+    """
+    order = open_order(release, site)
+    with ending(order, "promote") as result:
+        approved = traffic.approve(order, approver, comment)
+        traffic.shift(order, approved["lock_digest"])
+        done = traffic.promote(order, approved["lock_digest"], approver)
+        result.update(
+            {
+                "outcome": "promoted",
+                "receipt": done["receipt"],
+                "previous": done["previous"],
+                "retire_at": done["retire_at"],
+            }
+        )
+    return result

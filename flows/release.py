@@ -1,0 +1,65 @@
+"""Flow `release`: from a revision to a gated candidate that takes no traffic yet."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from prefect import flow
+from pydantic import Field
+
+from tasks import cluster, gates, staging, weights
+from tasks.order import Order, ending, open_order
+
+ReleaseParameter = Annotated[
+    str,
+    Field(
+        title="Release",
+        description="Id of a release file in the site's releases directory, or the path of one.",
+        min_length=1,
+        max_length=400,
+        json_schema_extra={"position": 0},
+    ),
+]
+SiteParameter = Annotated[
+    str,
+    Field(
+        title="Site",
+        description="Path of the site file as the worker sees it; empty for the worker's own site.",
+        max_length=400,
+        json_schema_extra={"position": 1},
+    ),
+]
+
+
+@flow(name="release", flow_run_name="release-{release}", retries=0, persist_result=False)
+def release(release: ReleaseParameter, site: SiteParameter = "") -> dict[str, Any]:
+    """Bring a release to *gated*: weights verified on every node, engines ready, gates passed, no user touched.
+
+    Run it again after any death: each step looks at the world and does what is missing.
+    """
+    order = open_order(release, site)
+    with ending(order, "release") as result:
+        locked = weights.lock(order)
+        plan = cluster.plan(order, locked["lock_digest"])["plan"]
+        result["plan"] = plan
+        if plan["change"] == "none":
+            result["outcome"] = "unchanged"
+        elif plan["change"] == "policy":
+            gates.rejudge(order, plan["lock_digest"])
+            result["outcome"] = "gated"
+        else:
+            _bring_up(order, plan)
+            result["outcome"] = "gated"
+    return result
+
+
+def _bring_up(order: Order, plan: dict[str, Any]) -> None:
+    """Carry out the steps between the plan and the last gate, in order."""
+    lock_digest = plan["lock_digest"]
+    cluster.preflight(order, plan)
+    weights.pull(order, lock_digest)
+    staging.stage(order, plan)
+    cluster.rollout(order, plan)
+    gates.warm(order, lock_digest)
+    gates.smoke(order, lock_digest)
+    gates.throughput(order, lock_digest)

@@ -1,0 +1,21 @@
+"""Flow `retire`: a replaced release gives its GPUs back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.release import ReleaseParameter, SiteParameter
+from tasks import traffic
+from tasks.order import ending, open_order
+
+
+@flow(name="retire", flow_run_name="retire-{release}", retries=0, persist_result=False)
+def retire(release: ReleaseParameter, site: SiteParameter = "") -> dict[str, Any]:
+    """Take down the set of a release that no longer serves, after its hold and with nothing in flight."""
+    order = open_order(release, site)
+    with ending(order, "retire") as result:
+        done = traffic.retire(order)
+        result.update({"outcome": done["outcome"], "removed": done.get("removed", [])})
+    return result

@@ -1,0 +1,364 @@
+"""The embedded site: starts every server of a rehearsal, says what is real, and stops what it started."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infra.rehearsal import apiserver, crds, objectstore, orchestrator
+from infra.rehearsal.addresses import SubnetLease, free_ports
+from infra.rehearsal.apiserver import ControlPlane
+from infra.rehearsal.binaries import ControlPlaneBinaries, ensure_control_plane
+from infra.rehearsal.certificates import write_private
+from infra.rehearsal.checkpoint import write_checkpoint
+from infra.rehearsal.hub import publish
+from infra.rehearsal.processes import ProcessSpec, Supervisor
+
+REPO = "moonshotai/Kimi-K2-Instruct"
+BUCKET = "k2-release"
+NAMESPACE = "k2"
+NVME_PATH = "/mnt/nvme/k2"
+SITE_FILE = "site.yaml"
+Report = Callable[[str], None]
+
+SIMULATED = (
+    "GPUs, NVLink and RDMA: nodes only claim 8 nvidia.com/gpu; nothing is computed on them",
+    "SGLang: a simulator parses the real argv and keeps a prefill/decode/KV model of published figures",
+    "kubelet and container images: a node agent runs each container as a local process; no image is pulled",
+    "mounts: the node agent rewrites a volume's mount path to the node's own directory",
+    "LeaderWorkerSet manager: a small controller makes the same pods, labels and environment from the real objects",
+    "Gateway controller: a small controller writes HTTPRoutes into Envoy's own route files",
+    "the Hub: a server of ours that speaks its protocol to the real client",
+    "the checkpoint: real names, config and file layout of Kimi K2, tensors scaled down",
+)
+
+
+@dataclass(frozen=True)
+class SiteOptions:
+    """What kind of site: where it lives, how many nodes of 8 GPUs, seeds of the two revisions, kept or not."""
+
+    directory: Path
+    nodes: int
+    seed: int
+    keep: bool
+
+
+class RehearsalSite:
+    """One embedded site. `start` returns when everything answers; leaving the context stops it unless it is kept."""
+
+    def __init__(self, options: SiteOptions, report: Report) -> None:
+        self.options = options
+        self.directory = options.directory.resolve()
+        self.report = report
+        self.subnet = SubnetLease.acquire()
+        self.supervisor = Supervisor(self.directory, keep=options.keep, hold_fds=[self.subnet.fileno()])
+        self.revisions: dict[str, str] = {}
+        self.gateway_url = ""
+        self.site_path = self.directory / SITE_FILE
+        self.inject_dir = self.directory / "inject"
+        self._control_plane: ControlPlane | None = None
+        self._prefect: orchestrator.Orchestrator | None = None
+        self._versions: dict[str, str] = {}
+        self._deploy_cpu_s = 0.0
+
+    def __enter__(self) -> RehearsalSite:
+        self.supervisor.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.supervisor.__exit__(*exc)
+        self.subnet.release()
+
+    @property
+    def control_plane(self) -> ControlPlane:
+        """The control plane; only after `start`."""
+        assert self._control_plane is not None
+        return self._control_plane
+
+    @property
+    def prefect(self) -> orchestrator.Orchestrator:
+        """The Prefect server; only after `start`."""
+        assert self._prefect is not None
+        return self._prefect
+
+    def start(self, binaries: ControlPlaneBinaries) -> None:
+        """Start every server; independent ones at the same time."""
+        for name in ("inject", "releases", "secrets"):
+            (self.directory / name).mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(3) as pool:
+            prefect = pool.submit(self._timed, "Prefect server", self._start_prefect)
+            weights = pool.submit(self._timed, "Hub with two revisions", self._start_hub)
+            store = pool.submit(self._timed, "SeaweedFS", self._start_store)
+            self._timed("Kubernetes control plane", lambda: self._start_control_plane(binaries))
+            _results(weights, store)
+            self._timed("nodes and gateway", self._start_cluster_parts)
+            _results(prefect)
+        self._write_site_file()
+
+    def start_worker(self) -> None:
+        """Register the deployments and start the process worker, with this site as the flows' own."""
+        env = {"K2_SITE": str(self.site_path), "K2_WORK_POOL": orchestrator.POOL, "K2_WORKDIR": str(self.directory)}
+        worker = orchestrator.start_worker(self.supervisor, self.prefect, cwd=self.directory, env=env, wait=False)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self.prefect.deploy(
+            Path(str(resources.files("infra") / "prefect" / "prefect.yaml")), cwd=self.directory, env=env
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self._deploy_cpu_s += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        self.supervisor.wait_ready(worker)
+
+    def start_client(self, rate_per_s: float) -> Path:
+        """Start the client that sends user traffic the whole time; return the path of its report."""
+        out = self.directory / "client.json"
+        argv = (
+            sys.executable,
+            "-m",
+            "infra.rehearsal.client",
+            "--url",
+            self.gateway_url,
+            "--out",
+            str(out),
+            "--concurrency",
+            "8",
+            "--rate-per-s",
+            str(rate_per_s),
+        )
+        self.supervisor.start(ProcessSpec("client", argv, address=self.gateway_url, ready=out.exists, grace_s=30.0))
+        return out
+
+    def stop_client(self) -> dict[str, Any]:
+        """Let the client finish what is in flight, stop it, and return its counts."""
+        self.supervisor.stop("client", grace_s=60.0)
+        return dict(json.loads((self.directory / "client.json").read_text()))
+
+    def inject(self, name: str, parameters: Mapping[str, Any]) -> None:
+        """Switch an injection on; components look at the directory."""
+        path = self.inject_dir / f"{name}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(parameters))
+        part.replace(path)
+
+    def lift(self, name: str) -> None:
+        """Switch an injection off."""
+        (self.inject_dir / f"{name}.json").unlink(missing_ok=True)
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds of every process of the site so far, this one included."""
+        return self.supervisor.cpu_seconds() + time.process_time() + self._deploy_cpu_s
+
+    def hub_stats(self) -> dict[str, Any]:
+        """Return what the Hub has served so far."""
+        import urllib.request
+
+        with urllib.request.urlopen(f"{self.hub_url}/_rehearsal/stats", timeout=10) as answer:  # noqa: S310 (own server)
+            return dict(json.loads(answer.read()))
+
+    def _timed(self, what: str, act: Callable[[], None]) -> None:
+        began = time.monotonic()
+        act()
+        self.report(f"  up: {what} ({time.monotonic() - began:.1f} s)")
+
+    def _start_prefect(self) -> None:
+        self._prefect = orchestrator.start_server(self.supervisor, report=self.report)
+        self._versions["prefect-server"] = self._prefect.version
+
+    def _start_hub(self) -> None:
+        hub_root = self.directory / "hub"
+        for number, name in enumerate(("old", "new")):
+            made = write_checkpoint(self.directory / "checkpoints" / name, self.options.seed * 1000 + number)
+            self.revisions[name] = publish(hub_root, REPO, made.directory, refs=("main",))
+        port = free_ports(1)[0]
+        self.hub_url = f"http://127.0.0.1:{port}"
+        argv = (
+            sys.executable,
+            "-m",
+            "infra.rehearsal.hub",
+            "--root",
+            str(hub_root),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--inject-dir",
+            str(self.inject_dir),
+        )
+        self.supervisor.start(
+            ProcessSpec("hub", argv, address=self.hub_url, ready=_answers(self.hub_url + "/_rehearsal/version"))
+        )
+
+    def _start_store(self) -> None:
+        store = objectstore.start(self.supervisor)
+        self._store_endpoint = store.endpoint
+        keys = {"access_key": store.keys.access_key, "secret_key": store.keys.secret_key}
+        write_private(self.directory / "secrets" / "store.json", json.dumps(keys).encode())
+        self._store_keys = keys
+        store.ensure_bucket(BUCKET)
+        self._versions["object-store"] = store.version
+
+    def _start_control_plane(self, binaries: ControlPlaneBinaries) -> None:
+        plane = apiserver.start(self.supervisor, binaries)
+        crds.install(plane.admin, crds.ensure_files(self.report))
+        self._control_plane = plane
+        self._versions.update(plane.versions())
+
+    def _start_cluster_parts(self) -> None:
+        plane = self.control_plane
+        net = str(self.subnet.network.network_address).split(".")[1]
+        agent = (
+            sys.executable,
+            "-m",
+            "infra.rehearsal.nodes",
+            "--kubeconfig",
+            str(plane.kubeconfig),
+            "--site",
+            str(self.directory),
+            "--subnet",
+            f"127.{net}",
+            "--nodes",
+            str(self.options.nodes),
+            "--groups",
+        )
+        self.supervisor.start(
+            ProcessSpec("node-agent", agent, address=f"127.{net}.0.0/16", ready=self._nodes_ready, grace_s=30.0)
+        )
+        listen, admin = free_ports(2)
+        self.gateway_url, self.stats_url = f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{admin}"
+        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+        plane.admin.apply(f"/api/v1/namespaces/{NAMESPACE}", namespace)
+        gateway = (
+            sys.executable,
+            "-m",
+            "infra.rehearsal.gateway",
+            "--kubeconfig",
+            str(plane.kubeconfig),
+            "--site",
+            str(self.directory),
+            "--listen",
+            f"127.0.0.1:{listen}",
+            "--admin",
+            f"127.0.0.1:{admin}",
+        )
+        self.supervisor.start(
+            ProcessSpec(
+                "gateway", gateway, address=self.gateway_url, ready=_answers(self.stats_url + "/ready"), grace_s=15.0
+            )
+        )
+        self._create_secret("k2-store", self._store_keys)
+        self._apply_site_objects()
+
+    def _nodes_ready(self) -> bool:
+        nodes = self.control_plane.admin.request("GET", "/api/v1/nodes")["items"]
+        ready = [
+            n
+            for n in nodes
+            for c in n["status"].get("conditions", [])
+            if c["type"] == "Ready" and c["status"] == "True"
+        ]
+        return len(ready) == self.options.nodes
+
+    def _create_secret(self, name: str, values: Mapping[str, str]) -> None:
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": name, "namespace": NAMESPACE},
+            "type": "Opaque",
+            "stringData": dict(values),
+        }
+        self.control_plane.admin.apply(f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}", secret)
+
+    def _apply_site_objects(self) -> None:
+        text = (resources.files("manifests") / "sites" / "rehearsal" / "gateway-class.yaml").read_text()
+        self.control_plane.admin.apply("/apis/gateway.networking.k8s.io/v1/gatewayclasses/k2", yaml.safe_load(text))
+
+    def use_pipeline_account(self) -> None:
+        """Give the flows the pipeline's own ServiceAccount, whose rights are those of manifests/base, and no other."""
+        path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/k2-pipeline/token"
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 86400}}
+        token = self.control_plane.admin.request("POST", path, body)["status"]["token"]
+        config = apiserver.kubeconfig(self.control_plane.url, self.control_plane.ca_path, "k2-pipeline", token)
+        write_private(self.directory / "pki" / "pipeline.kubeconfig", json.dumps(config).encode())
+        self._write_site_file("pki/pipeline.kubeconfig")
+
+    def _write_site_file(self, kubeconfig: str = "pki/admin.kubeconfig") -> None:
+        site = {
+            "version": 1,
+            "name": "rehearsal",
+            "kubeconfig": kubeconfig,
+            "context": "k2-rehearsal",
+            "namespace": NAMESPACE,
+            "store": {"endpoint": self._store_endpoint, "bucket": BUCKET, "credentials_file": "secrets/store.json"},
+            "hub": {"endpoint": self.hub_url},
+            "gateway": {"url": self.gateway_url, "stats_url": self.stats_url},
+            "prefect_api_url": self.prefect.api_url,
+            "node_selector": {"k2-release.io/pool": "h200"},
+            "nvme_path": NVME_PATH,
+            "usd_per_gpu_hour": 2.3,
+            "pullers": 2,
+            "lease_duration_s": 10,
+            "releases_dir": "releases",
+            "simulated": list(SIMULATED),
+        }
+        part = self.site_path.with_suffix(".part")
+        part.write_text(yaml.safe_dump(site, sort_keys=False))
+        part.replace(self.site_path)
+
+    def real_parts(self) -> list[dict[str, Any]]:
+        """Return every real server with pid, executable and its sha256, version as the process says it, and address."""
+        rows = []
+        for child in self.supervisor.children:
+            executable = Path(f"/proc/{child.pid}/exe").resolve()
+            rows.append(
+                {
+                    "name": child.name,
+                    "pid": child.pid,
+                    "executable": str(executable),
+                    "sha256": file_sha256(executable),
+                    "version": self._versions.get(child.name, ""),
+                    "address": child.spec.address,
+                }
+            )
+        return rows
+
+
+def _results(*futures: Future[None]) -> None:
+    for future in futures:
+        future.result()
+
+
+def _answers(url: str) -> Callable[[], bool]:
+    import urllib.request
+
+    def check() -> bool:
+        with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 (a loopback address of our own)
+            return int(answer.status) == 200
+
+    return check
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def prepare(report: Report) -> ControlPlaneBinaries:
+    """Return the control plane's programs, built now if this machine has none: the one-time part of a set-up."""
+    return ensure_control_plane(report)
+
+
+def remove(directory: Path) -> None:
+    """Delete a site's directory; only one that has a site's state file."""
+    if (directory / "state.json").exists():
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,250 @@
+"""A Hugging Face Hub or a mirror of it, through huggingface_hub's own HTTP client.
+
+No byte from here is trusted: sizes and digests are compared by whoever takes the bytes. `snapshot_download` and
+`hf_hub_download` are not used, because they check sizes only and may answer from a cache; nor are the library's own
+retries, which can wait for minutes without saying so. Requests are made one by one, with timeouts, and a wait that the
+Hub asks for is told to the caller.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from tasks.core.errors import After, InputError, K2Error, UnavailableError
+from tasks.core.identity import check_repo, check_revision
+from tasks.core.lock import LockedFile, classify
+from tasks.ports import HubRevision
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_MAX_PAGES = 1000
+_RATE_LIMIT_S = 60.0
+
+
+class HfHub:
+    """Implements `ports.Hub`. Threads may share it.
+
+    Args:
+        endpoint: https://huggingface.co or a mirror.
+        token_file: file that holds a token; read at each request, so a rotated one is used at once.
+        token_variable: environment variable that holds it instead.
+        connect_s: timeout of a connection.
+        stall_s: no byte for so long is an UnavailableError.
+
+    Without a token none is sent: the library's own saved token would go to whatever mirror is named here.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        token_file: str = "",
+        token_variable: str = "",
+        connect_s: float = 10.0,
+        stall_s: float = 30.0,
+    ) -> None:
+        self._endpoint = endpoint.rstrip("/")
+        self._token_file = token_file
+        self._token_variable = token_variable
+        self._connect_s = connect_s
+        self._stall_s = stall_s
+
+    def __repr__(self) -> str:
+        return f"HfHub({self._endpoint!r})"
+
+    def resolve(self, repo: str, revision: str) -> str:
+        """Return the 40-hex commit of a branch, tag or commit, as the Hub says now (never from a cache)."""
+        check_repo(repo)
+        url = f"{self._endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}"
+        commit = str(_json(self._get(url, f"{repo}@{revision}")[0], url).get("sha", ""))
+        if not _COMMIT.fullmatch(commit):
+            raise UnavailableError("K2-UNA-001", "The Hub names no commit.", where=url, got=commit, retry=After(5.0))
+        return commit
+
+    def list_revision(self, repo: str, revision: str) -> HubRevision:
+        """Return every file of a commit with its size and digest, all pages."""
+        check_repo(repo)
+        check_revision(revision)
+        where = f"{repo}@{revision}"
+        url = f"{self._endpoint}/api/models/{repo}/tree/{revision}?recursive=true&expand=false"
+        files: list[LockedFile] = []
+        for _ in range(_MAX_PAGES):
+            entries, following = self._get(url, where)
+            files += _files(entries, url)
+            if not following:
+                return HubRevision(repo, revision, tuple(sorted(files, key=lambda file: file.path)))
+            if urlsplit(following)[:2] != urlsplit(self._endpoint)[:2]:
+                # The token goes along with each page.
+                raise UnavailableError(
+                    "K2-UNA-001", "The Hub's next page is on another host.", where=url, got=following
+                )
+            url = following
+        raise UnavailableError("K2-UNA-001", f"The Hub lists more than {_MAX_PAGES} pages.", where=url)
+
+    def read_file(self, repo: str, revision: str, path: str, max_bytes: int) -> bytes:
+        """Return a small file's bytes, unverified; InputError if it is larger than `max_bytes`."""
+        data = bytearray()
+        for block in self.open_file(repo, revision, path, 0):
+            data += block
+            if len(data) > max_bytes:
+                raise InputError(
+                    "K2-INP-004",
+                    "A file is larger than it can rightly be.",
+                    where=f"{repo}@{revision} {path}",
+                    got=f"more than {max_bytes} bytes",
+                    expected=f"at most {max_bytes} bytes",
+                )
+        return bytes(data)
+
+    def open_file(self, repo: str, revision: str, path: str, offset: int) -> Iterator[bytes]:
+        """Yield a file's bytes from an offset on, in blocks, unverified; UnavailableError when the stream breaks."""
+        from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
+
+        url = hf_hub_url(repo, path, revision=revision, endpoint=self._endpoint)
+        # Compressed on the way, a range and a length would not be those of the file.
+        headers = {**self._headers(), "Accept-Encoding": "identity"}
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+        with (
+            _translated(f"{repo}@{revision} {path}"),
+            get_session().stream("GET", url, headers=headers, timeout=self._timeout()) as response,
+        ):
+            hf_raise_for_status(response)
+            skip = offset if response.status_code == 200 else 0
+            for block in response.iter_bytes():
+                if skip >= len(block):
+                    skip -= len(block)
+                    continue
+                yield block[skip:] if skip else block
+                skip = 0
+            _check_length(response, url)
+
+    def _get(self, url: str, where: str) -> tuple[Any, str]:
+        """Return the JSON of one answer and the URL of the next page, or an empty one."""
+        from huggingface_hub import get_session, hf_raise_for_status
+
+        with _translated(where):
+            response = get_session().get(url, headers=self._headers(), timeout=self._timeout())
+            hf_raise_for_status(response)
+            try:
+                return response.json(), str(response.links.get("next", {}).get("url", ""))
+            except ValueError as error:
+                raise UnavailableError(
+                    "K2-UNA-001", "The Hub's answer is not JSON.", where=url, retry=After(5.0)
+                ) from error
+
+    def _timeout(self) -> Any:
+        import httpx2  # huggingface_hub's HTTP client
+
+        return httpx2.Timeout(self._stall_s, connect=self._connect_s)
+
+    def _headers(self) -> dict[str, str]:
+        from huggingface_hub.utils._headers import build_hf_headers
+
+        return dict(build_hf_headers(token=self._token() or False, library_name="k2-release"))
+
+    def _token(self) -> str:
+        if self._token_variable:
+            return os.environ.get(self._token_variable, "").strip()
+        if not self._token_file:
+            return ""
+        try:
+            return Path(self._token_file).read_text().strip()
+        except OSError as error:
+            raise InputError(
+                "K2-INP-001", "The Hub token cannot be read.", where=self._token_file, got=error.strerror or ""
+            ) from error
+
+
+def _files(entries: Any, url: str) -> list[LockedFile]:
+    try:
+        return [_locked_file(entry) for entry in entries if entry["type"] == "file"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnavailableError(
+            "K2-UNA-001", f"The Hub's file list is not well formed: {error!r}.", where=url, retry=After(5.0)
+        ) from error
+
+
+def _locked_file(entry: Mapping[str, Any]) -> LockedFile:
+    path, lfs = str(entry["path"]), entry.get("lfs")
+    if lfs:
+        return LockedFile(path, int(lfs["size"]), classify(path), sha256=str(lfs["oid"]))
+    return LockedFile(path, int(entry["size"]), classify(path), git_sha1=str(entry["oid"]))
+
+
+def _json(data: Any, url: str) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise UnavailableError("K2-UNA-001", "The Hub's answer is not an object.", where=url, retry=After(5.0))
+    return data
+
+
+def _check_length(response: Any, url: str) -> None:
+    """Raise UnavailableError for a body that ended before its announced length."""
+    announced = response.headers.get("Content-Length", "")
+    if announced.isdigit() and response.num_bytes_downloaded < int(announced):
+        raise UnavailableError(
+            "K2-UNA-001",
+            "The Hub's stream ended early.",
+            where=url,
+            got=f"{response.num_bytes_downloaded} bytes",
+            expected=f"{announced} bytes",
+            retry=After(1.0),
+        )
+
+
+@contextmanager
+def _translated(where: str) -> Iterator[None]:
+    """Turn what huggingface_hub and its HTTP client raise into errors of ours."""
+    import httpx2
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except HfHubHTTPError as error:
+        raise _http_error(error, where) from error
+    except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError) as error:
+        raise UnavailableError(
+            "K2-UNA-001", f"The Hub did not answer: {type(error).__name__}.", where=where, retry=After(2.0)
+        ) from error
+
+
+def _http_error(error: Any, where: str) -> K2Error:
+    from huggingface_hub.errors import (
+        DisabledRepoError,
+        EntryNotFoundError,
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hint = "Check the name, and that the token may read it."
+    if isinstance(error, (GatedRepoError, DisabledRepoError)):
+        return InputError("K2-INP-002", "The Hub refuses this repository: gated or disabled.", where=where, hint=hint)
+    if isinstance(error, RepositoryNotFoundError):
+        return InputError("K2-INP-002", "The Hub has no such repository.", where=where, hint=hint)
+    if isinstance(error, RevisionNotFoundError):
+        return InputError("K2-INP-002", "The repository has no such revision.", where=where)
+    if isinstance(error, EntryNotFoundError):
+        return InputError("K2-INP-004", "The revision has no such file.", where=where)
+    status = error.response.status_code
+    wait_s = _asked_wait_s(error.response.headers)
+    if status == 429:
+        wait_s = _RATE_LIMIT_S if wait_s is None else wait_s
+        summary = f"The Hub limits the rate: it asks for a wait of {wait_s:g} s."
+        return UnavailableError("K2-UNA-001", summary, where=where, retry=After(wait_s))
+    summary = f"The Hub answered HTTP {status}."
+    return UnavailableError("K2-UNA-001", summary, where=where, retry=After(5.0 if wait_s is None else wait_s))
+
+
+def _asked_wait_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds of Retry-After or of an exhausted RateLimit window, if the answer names them."""
+    asked = headers.get("Retry-After", "").strip()
+    if asked.isdigit():
+        return float(asked)
+    window = re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)", headers.get("RateLimit", ""))
+    return float(window.group(1)) if window else None

@@ -1,0 +1,343 @@
+"""The object store over S3.
+
+Botocore, the core of boto3, is used without boto3's own layer (sessions, resources, the transfer manager): nothing of
+it is needed here, and short-lived programs on nodes start in half the time. It is imported with the first client.
+
+Every write carries a sha256 that the store checks and that is part of the signed headers, so the body is not hashed a
+second time for the signature.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import After, ConflictError, InputError, K2Error, Never, UnavailableError
+from tasks.ports import StoredObject, UploadedPart
+
+BLOCK_BYTES = 1024 * 1024
+_MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
+_CONDITION = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
+_FINAL = frozenset({"403", "AccessDenied", "SignatureDoesNotMatch", "InvalidAccessKeyId", "NoSuchBucket"})
+
+
+@dataclass(frozen=True)
+class StoreCredentials:
+    """Access to the store; never shown by repr."""
+
+    access_key: str = field(repr=False)
+    secret_key: str = field(repr=False)
+
+    @classmethod
+    def from_file(cls, path: Path) -> StoreCredentials:
+        """Read a JSON file {access_key, secret_key}; InputError if it is not one. Its content is never shown."""
+        try:
+            data = json.loads(path.read_bytes())
+            return cls(str(data["access_key"]), str(data["secret_key"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                "K2-INP-001",
+                "The store's credentials cannot be read.",
+                where=str(path),
+                got=type(error).__name__,
+                expected='a JSON file {"access_key": ..., "secret_key": ...}',
+            ) from None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> StoreCredentials:
+        """Read K2_STORE_ACCESS_KEY and K2_STORE_SECRET_KEY; InputError if one is missing."""
+        try:
+            return cls(environment["K2_STORE_ACCESS_KEY"], environment["K2_STORE_SECRET_KEY"])
+        except KeyError as error:
+            raise InputError("K2-INP-001", f"{error.args[0]} is not set.", where="environment") from None
+
+
+class S3Store:
+    """Implements `ports.Store` on one bucket of an S3-compatible store. Threads may share it.
+
+    Args:
+        endpoint: URL of the store.
+        bucket: its bucket; `ensure_bucket` makes it.
+        credentials: access and secret key.
+        region: as the signature needs it; most stores take any.
+        stall_s: no byte for so long is an UnavailableError.
+        tries: how often a request is sent in all before its failure counts.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        bucket: str,
+        credentials: StoreCredentials,
+        *,
+        region: str = "us-east-1",
+        stall_s: float = 30.0,
+        tries: int = 3,
+    ) -> None:
+        self._endpoint = endpoint
+        self._bucket = bucket
+        self._credentials = credentials
+        self._region = region
+        self._stall_s = stall_s
+        self._tries = tries
+
+    def __repr__(self) -> str:
+        return f"S3Store({self._endpoint!r}, {self._bucket!r})"
+
+    @cached_property
+    def _client(self) -> Any:
+        from botocore.config import Config
+        from botocore.session import Session
+
+        return Session().create_client(
+            "s3",
+            region_name=self._region,
+            endpoint_url=self._endpoint,
+            aws_access_key_id=self._credentials.access_key,
+            aws_secret_access_key=self._credentials.secret_key,
+            config=Config(
+                signature_version="s3v4",
+                s3={"addressing_style": "path", "payload_signing_enabled": False},
+                retries={"mode": "standard", "total_max_attempts": self._tries},
+                connect_timeout=5.0,
+                read_timeout=self._stall_s,
+                max_pool_connections=32,
+                request_checksum_calculation="when_required",
+                # Whoever reads blobs hashes them; whoever reads documents knows their digest.
+                response_checksum_validation="when_required",
+            ),
+        )
+
+    def ensure_bucket(self) -> None:
+        """Make the bucket unless it is there; the same twice is no error."""
+        try:
+            self._call("head_bucket", "")
+        except _NotThereError:
+            try:
+                self._call("create_bucket", "")
+            except K2Error as error:
+                if "BucketAlready" not in error.summary:
+                    raise
+
+    def head(self, key: str) -> StoredObject | None:
+        """Return an object's identity, or None if there is none."""
+        try:
+            found = self._call("head_object", key, Key=key)
+        except _NotThereError:
+            return None
+        return StoredObject(key, int(found["ContentLength"]), _etag(found))
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        """Return a small object's bytes and etag; KeyError if there is none."""
+        try:
+            found = self._call("get_object", key, Key=key)
+        except _NotThereError as error:
+            raise KeyError(key) from error
+        return b"".join(self._body(key, found["Body"])), _etag(found)
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str = "") -> str:
+        """Write a small object and return its etag; ConflictError (K2-CON-004) when the condition does not hold.
+
+        When the answer to a conditional write was lost and the repeated one finds the condition broken, the object is
+        read: if it holds these very bytes, it was the first one that wrote them.
+        """
+        condition: dict[str, str] = (
+            {"IfNoneMatch": "*"} if if_absent else {"IfMatch": f'"{if_match}"'} if if_match else {}
+        )
+        try:
+            return _etag(self._call("put_object", key, Key=key, Body=data, ChecksumSHA256=_sha256(data), **condition))
+        except _NotThereError as error:
+            # If-Match on what is not there.
+            raise _condition_failed(self._where(key), "no such object", if_match) from error
+        except ConflictError as error:
+            if error.details.get("repeated"):
+                there, etag = self.get(key)
+                if there == data:
+                    return etag
+            raise
+
+    def list_objects(self, prefix: str) -> list[StoredObject]:
+        """Return all objects under a prefix in key order."""
+        found: list[StoredObject] = []
+        arguments: dict[str, Any] = {"Prefix": prefix}
+        while True:
+            page = self._call("list_objects_v2", prefix, **arguments)
+            found += [StoredObject(item["Key"], int(item["Size"]), _etag(item)) for item in page.get("Contents", ())]
+            if not page.get("IsTruncated"):
+                return sorted(found, key=lambda item: item.key)
+            arguments["ContinuationToken"] = page["NextContinuationToken"]
+
+    def open(self, key: str, offset: int = 0) -> Iterator[bytes]:
+        """Yield an object's bytes from an offset on, in blocks; UnavailableError when the stream breaks."""
+        ranged = {"Range": f"bytes={offset}-"} if offset else {}
+        try:
+            found = self._call("get_object", key, Key=key, **ranged)
+        except _NotThereError as error:
+            raise UnavailableError(
+                "K2-UNA-001",
+                "The store does not hold the object.",
+                where=self._where(key),
+                hint="Run the release again: its pull step brings what is missing.",
+            ) from error
+        yield from self._body(key, found["Body"])
+
+    def delete(self, key: str) -> None:
+        """Delete an object; deleting what is not there is no error."""
+        try:
+            self._call("delete_object", key, Key=key)
+        except _NotThereError:
+            return
+
+    def unfinished_upload(self, key: str) -> tuple[str, list[UploadedPart]] | None:
+        """Return the newest unfinished multipart upload of a key and its parts, or None."""
+        uploads: list[Mapping[str, Any]] = []
+        arguments: dict[str, Any] = {"Prefix": key}
+        while True:
+            page = self._call("list_multipart_uploads", key, **arguments)
+            uploads += [item for item in page.get("Uploads", ()) if item["Key"] == key]
+            if not page.get("IsTruncated"):
+                break
+            arguments |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page.get("NextUploadIdMarker", "")}
+        for upload in sorted(uploads, key=lambda item: str(item.get("Initiated", "")), reverse=True):
+            try:
+                return upload["UploadId"], self._parts(key, upload["UploadId"])
+            except _NotThereError:
+                continue  # ended between the two requests
+        return None
+
+    def start_upload(self, key: str) -> str:
+        """Start a multipart upload and return its id."""
+        return str(self._call("create_multipart_upload", key, Key=key, ChecksumAlgorithm="SHA256")["UploadId"])
+
+    def put_part(self, key: str, upload_id: str, number: int, data: bytes) -> UploadedPart:
+        """Upload one part with a checksum that the store checks."""
+        checksum = _sha256(data)
+        made = self._call(
+            "upload_part",
+            key,
+            Key=key,
+            UploadId=upload_id,
+            PartNumber=number,
+            Body=data,
+            ChecksumSHA256=checksum,
+        )
+        return UploadedPart(number, len(data), _etag(made), _hex(checksum))
+
+    def finish_upload(self, key: str, upload_id: str, parts: Iterable[UploadedPart]) -> None:
+        """Make the object out of its parts."""
+        listed = [
+            {
+                "PartNumber": part.number,
+                "ETag": f'"{part.etag}"',
+                "ChecksumSHA256": base64.b64encode(bytes.fromhex(part.sha256)).decode(),
+            }
+            for part in parts
+        ]
+        self._call("complete_multipart_upload", key, Key=key, UploadId=upload_id, MultipartUpload={"Parts": listed})
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Drop an unfinished upload; dropping what is not there is no error."""
+        try:
+            self._call("abort_multipart_upload", key, Key=key, UploadId=upload_id)
+        except _NotThereError:
+            return
+
+    def _parts(self, key: str, upload_id: str) -> list[UploadedPart]:
+        parts: list[UploadedPart] = []
+        arguments: dict[str, Any] = {"Key": key, "UploadId": upload_id}
+        while True:
+            page = self._call("list_parts", key, **arguments)
+            parts += [
+                UploadedPart(int(p["PartNumber"]), int(p["Size"]), _etag(p), _hex(p.get("ChecksumSHA256", "")))
+                for p in page.get("Parts", ())
+            ]
+            if not page.get("IsTruncated"):
+                return parts
+            arguments["PartNumberMarker"] = page["NextPartNumberMarker"]
+
+    def _body(self, key: str, body: Any) -> Iterator[bytes]:
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            yield from body.iter_chunks(BLOCK_BYTES)
+        except (BotoCoreError, OSError) as error:
+            raise UnavailableError(
+                "K2-UNA-001",
+                f"The store's stream broke: {type(error).__name__}.",
+                where=self._where(key),
+                retry=After(1.0),
+            ) from error
+        finally:
+            body.close()
+
+    def _call(self, operation: str, key: str, **arguments: Any) -> Any:
+        """Make one request; every failure leaves as one of ours."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return getattr(self._client, operation)(Bucket=self._bucket, **arguments)
+        except ClientError as error:
+            raise self._translated(error, operation, key, arguments.get("IfMatch", "")) from error
+        except (BotoCoreError, OSError, ValueError) as error:
+            raise UnavailableError(
+                "K2-UNA-001",
+                f"The store did not answer: {type(error).__name__}.",
+                where=self._where(key),
+                retry=After(2.0),
+            ) from error
+
+    def _translated(self, error: Any, operation: str, key: str, if_match: str) -> Exception:
+        answer = error.response.get("Error", {})
+        code, meta = str(answer.get("Code", "")), error.response.get("ResponseMetadata", {})
+        if operation == "put_object" and code in _CONDITION:
+            failed = _condition_failed(self._where(key), "another object", if_match)
+            failed.details["repeated"] = bool(meta.get("RetryAttempts"))
+            return failed
+        if code in _MISSING or (code == "NoSuchUpload" and operation in ("abort_multipart_upload", "list_parts")):
+            return _NotThereError(key)
+        if operation == "head_bucket" and code == "NoSuchBucket":
+            return _NotThereError(key)
+        status = meta.get("HTTPStatusCode", "no status")
+        return UnavailableError(
+            "K2-UNA-001",
+            f"The store answered {code or status} to {operation}: {str(answer.get('Message', ''))[:200]}",
+            where=self._where(key),
+            hint="Check the store's bucket and credentials." if code in _FINAL else "",
+            retry=Never() if code in _FINAL else After(2.0),
+        )
+
+    def _where(self, key: str) -> str:
+        return f"{self._endpoint.rstrip('/')}/{self._bucket}/{key}"
+
+
+class _NotThereError(Exception):
+    """The object, bucket or upload does not exist."""
+
+
+def _condition_failed(where: str, got: str, if_match: str) -> ConflictError:
+    return ConflictError(
+        "K2-CON-004",
+        "The stored object is not the one this write was decided on.",
+        where=where,
+        got=got,
+        expected=f"etag {if_match}".replace('"', "") if if_match else "no object",
+    )
+
+
+def _etag(answer: Mapping[str, Any]) -> str:
+    return str(answer.get("ETag", "")).strip('"')
+
+
+def _sha256(data: bytes) -> str:
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()
+
+
+def _hex(checksum: str) -> str:
+    return base64.b64decode(checksum).hex()

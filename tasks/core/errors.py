@@ -1,0 +1,388 @@
+"""What can go wrong, from the point of view of the person on call.
+
+Few classes; each carries a stable code, what happened, where, got/expected, the next command, and its own answer to
+"would trying again help?". Library exceptions are chained (`raise ... from`), never leaked. A failed gate is a
+`Verdict`, not an exception, until the flow has to end because of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `k2ctl`; part of the public surface."""
+
+    DONE = 0
+    UNEXPECTED = 1
+    INVALID_INPUT = 2
+    PLAN_HAS_CHANGES = 3
+    GATE_FAILED = 4
+    INTEGRITY = 5
+    NOT_READY = 6
+    CONFLICT = 7
+    CAPACITY = 8
+    INCONCLUSIVE = 9
+    REVERTED = 10
+    UNAVAILABLE = 11
+
+
+@dataclass(frozen=True)
+class Never:
+    """Trying again cannot help: the cause is static."""
+
+
+@dataclass(frozen=True)
+class After:
+    """Trying again may help after `seconds`."""
+
+    seconds: float
+
+
+Retry = Never | After
+
+
+@dataclass(frozen=True)
+class CatalogueEntry:
+    """One stable code: its class of failure, what it means and what to do. Shown by `k2ctl explain CODE`."""
+
+    code: str
+    exit_code: ExitCode
+    meaning: str
+    remedy: str
+
+
+def _catalogue(*entries: CatalogueEntry) -> Mapping[str, CatalogueEntry]:
+    return MappingProxyType({entry.code: entry for entry in entries})
+
+
+CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
+    CatalogueEntry(
+        "K2-INP-001",
+        ExitCode.INVALID_INPUT,
+        "A file or parameter does not parse.",
+        "Correct the named field; `k2ctl explain` and the JSON schema beside the file list what is allowed.",
+    ),
+    CatalogueEntry(
+        "K2-INP-002",
+        ExitCode.INVALID_INPUT,
+        "The revision is not a 40-hex commit of the repository.",
+        "Lock it: `k2ctl lock REPO --revision R` resolves a branch once and pins the commit.",
+    ),
+    CatalogueEntry(
+        "K2-INP-003",
+        ExitCode.INVALID_INPUT,
+        "A path in the checkpoint is unsafe.",
+        "Do not use this revision; report it to its owner.",
+    ),
+    CatalogueEntry(
+        "K2-INP-004",
+        ExitCode.INVALID_INPUT,
+        "Index, shards and sizes of the checkpoint disagree.",
+        "The upload is incomplete or inconsistent at this commit; choose another revision.",
+    ),
+    CatalogueEntry(
+        "K2-INP-005",
+        ExitCode.INVALID_INPUT,
+        "The engine arguments cannot work for this model and topology.",
+        "Correct the profile; the finding names the argument and the rule.",
+    ),
+    CatalogueEntry(
+        "K2-INP-006",
+        ExitCode.INVALID_INPUT,
+        "State was written by a newer version of this tool.",
+        "Use that version or a newer one; nothing was changed.",
+    ),
+    CatalogueEntry(
+        "K2-INP-007",
+        ExitCode.INVALID_INPUT,
+        "The release is not known.",
+        "Pass a path to its YAML file, or an id that stands in the site's releases directory.",
+    ),
+    CatalogueEntry(
+        "K2-INP-008",
+        ExitCode.INVALID_INPUT,
+        "The API server refuses an object (dry run).",
+        "Correct the manifest; nothing was stored.",
+    ),
+    CatalogueEntry(
+        "K2-INT-001",
+        ExitCode.INTEGRITY,
+        "Bytes that arrived do not have the digest of the lock.",
+        "Nothing unverified was kept. Run the release again; if the same file differs again the source is "
+        "wrong: compare with another mirror and report it.",
+    ),
+    CatalogueEntry(
+        "K2-INT-002",
+        ExitCode.INTEGRITY,
+        "Bytes on a node differ from the lock.",
+        "Delete the named file and run the release again: only that file is staged anew.",
+    ),
+    CatalogueEntry(
+        "K2-INT-003",
+        ExitCode.INTEGRITY,
+        "A stored document does not have the digest under which it is kept.",
+        "The store returned other bytes than were written; check the store before anything else.",
+    ),
+    CatalogueEntry(
+        "K2-INT-004",
+        ExitCode.INTEGRITY,
+        "A staging marker is missing, foreign or does not match.",
+        "Run the release again: the stager verifies what is there and stages what is missing.",
+    ),
+    CatalogueEntry(
+        "K2-UNA-001",
+        ExitCode.UNAVAILABLE,
+        "A service did not answer, or answered with an error of its own.",
+        "Check that it is up, then run the same command again; it resumes.",
+    ),
+    CatalogueEntry(
+        "K2-UNA-002",
+        ExitCode.UNAVAILABLE,
+        "The flow run died before it could say how it ended.",
+        "Run the same command again; it resumes at the first unfinished step.",
+    ),
+    CatalogueEntry(
+        "K2-UNA-003",
+        ExitCode.UNAVAILABLE,
+        "A worker Job ended without a result.",
+        "Read its log (`kubectl logs job/NAME`), then run the same command again.",
+    ),
+    CatalogueEntry(
+        "K2-CAP-001",
+        ExitCode.CAPACITY,
+        "Not enough free nodes or GPUs for the release.",
+        "Free nodes (`k2ctl retire`), wait for the retire hold, or choose a smaller topology.",
+    ),
+    CatalogueEntry(
+        "K2-CAP-002",
+        ExitCode.CAPACITY,
+        "Not enough free space for the weights.",
+        "Remove old checkpoints from the named nodes; live and rollback weights must stay.",
+    ),
+    CatalogueEntry(
+        "K2-CON-001",
+        ExitCode.CONFLICT,
+        "Another release holds the traffic lease.",
+        "Wait for it or end it; `k2ctl status` names the holder.",
+    ),
+    CatalogueEntry(
+        "K2-CON-002",
+        ExitCode.CONFLICT,
+        "A newer holder has written the route: this one is fenced off.",
+        "Nothing was written. `k2ctl status` shows who moves traffic now.",
+    ),
+    CatalogueEntry(
+        "K2-CON-003",
+        ExitCode.CONFLICT,
+        "The route was changed by somebody else during the shift.",
+        "Stopped without writing over it. Read the route, agree with that person, then run promote again.",
+    ),
+    CatalogueEntry(
+        "K2-CON-004",
+        ExitCode.CONFLICT,
+        "The live release changed since this one was planned.",
+        "Run `k2ctl plan` again and decide anew.",
+    ),
+    CatalogueEntry(
+        "K2-CON-005",
+        ExitCode.CONFLICT,
+        "A field of ours is owned by another field manager.",
+        "Read `kubectl get ... --show-managed-fields`; give the field back or take the object out of the site.",
+    ),
+    CatalogueEntry(
+        "K2-CON-006",
+        ExitCode.CONFLICT,
+        "The release has not reached the state that this command needs.",
+        "`k2ctl status` shows the step it stands at.",
+    ),
+    CatalogueEntry(
+        "K2-RDY-001",
+        ExitCode.NOT_READY,
+        "The engines were not ready before the deadline.",
+        "Read the diagnoses; fix the named node or rank, then run the release again.",
+    ),
+    CatalogueEntry(
+        "K2-RDY-002",
+        ExitCode.NOT_READY,
+        "A node that the release needs is not usable.",
+        "Repair or cordon the named node and run the release again.",
+    ),
+    CatalogueEntry(
+        "K2-RDY-003",
+        ExitCode.NOT_READY,
+        "The router does not see the engines it should.",
+        "Check the router's ServiceAccount and label selectors; `kubectl logs` of the router says why.",
+    ),
+    CatalogueEntry(
+        "K2-RDY-004",
+        ExitCode.NOT_READY,
+        "Preflight found problems on the chosen nodes.",
+        "Each finding names the node and the remedy; nothing was changed.",
+    ),
+    CatalogueEntry(
+        "K2-GAT-001",
+        ExitCode.GATE_FAILED,
+        "A gate failed; no user was touched.",
+        "Read the verdict (`k2ctl receipt RELEASE`); fix the cause and make a new release.",
+    ),
+    CatalogueEntry(
+        "K2-GAT-002",
+        ExitCode.INCONCLUSIVE,
+        "A gate has no usable data: it neither passed nor failed.",
+        "Read why in the verdict; run the release again, the gate is measured anew.",
+    ),
+    CatalogueEntry(
+        "K2-REV-001",
+        ExitCode.REVERTED,
+        "The shift was reverted after users were touched.",
+        "All traffic is on the stable release. Read the failed check before the next try.",
+    ),
+    CatalogueEntry(
+        "K2-REV-002",
+        ExitCode.REVERTED,
+        "The shift holds: neither side is proved good.",
+        "Decide by hand: `k2ctl status`, then the route's weights; automation does not move on.",
+    ),
+    CatalogueEntry(
+        "K2-UNX-001",
+        ExitCode.UNEXPECTED,
+        "An error that this tool does not know.",
+        "Report it with the log; the release resumes when run again.",
+    ),
+)
+
+
+@dataclass(eq=False)
+class K2Error(Exception):
+    """A failure that its reader can act on.
+
+    Args:
+        code: key of CATALOGUE; decides the exit code.
+        summary: what happened, one sentence.
+        where: the place: node, file, object, URL. Empty when there is none.
+        got, expected: both sides of a comparison, where there was one.
+        hint: the next command or act; defaults to the catalogue's remedy.
+        retry: `Never()` or `After(seconds)`.
+        details: further plain data for receipts and `--json`.
+    """
+
+    code: str
+    summary: str
+    where: str = ""
+    got: str = ""
+    expected: str = ""
+    hint: str = ""
+    retry: Retry = field(default_factory=Never)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.code not in CATALOGUE:
+            raise ValueError(f"unknown error code {self.code}")
+        if not self.hint:
+            self.hint = CATALOGUE[self.code].remedy
+        super().__init__(self.code, self.summary)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code of `k2ctl` for this error."""
+        return CATALOGUE[self.code].exit_code
+
+    def __str__(self) -> str:
+        """Return one line: code, summary, where, got/expected."""
+        parts = [f"{self.code} {self.summary}"]
+        if self.where:
+            parts.append(f"where: {self.where}")
+        if self.got or self.expected:
+            parts.append(f"got: {self.got}, expected: {self.expected}")
+        return "; ".join(parts)
+
+    def as_text(self) -> str:
+        """Return the error as a person reads it: one labelled line each, the next command last."""
+        rows = [
+            ("error", f"{self.code}  {self.summary}"),
+            ("where", self.where),
+            ("got", self.got),
+            ("expected", self.expected),
+            ("next", self.hint),
+        ]
+        return "\n".join(f"{label + ':':<10}{value}" for label, value in rows if value)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the error as plain JSON data."""
+        return {
+            "code": self.code,
+            "exit_code": int(self.exit_code),
+            "summary": self.summary,
+            "where": self.where,
+            "got": self.got,
+            "expected": self.expected,
+            "next": self.hint,
+            "retry_after_s": self.retry.seconds if isinstance(self.retry, After) else None,
+            "details": self.details,
+        }
+
+
+class InputError(K2Error):
+    """What was asked for is wrong: a file, a parameter, a revision, an argument."""
+
+
+class IntegrityError(K2Error):
+    """Bytes are not the bytes of the lock."""
+
+
+class UnavailableError(K2Error):
+    """A service could not be reached or failed by its own account; trying again may help."""
+
+
+class CapacityError(K2Error):
+    """There is not enough room: nodes, GPUs, disk, quota."""
+
+
+class ConflictError(K2Error):
+    """Somebody else owns, holds or has changed what this release needs."""
+
+
+class NotReadyError(K2Error):
+    """The cluster did not reach the state in time; carries diagnoses in `details`."""
+
+
+class GateError(K2Error):
+    """A gate said fail or inconclusive before any user was touched."""
+
+
+class RevertedError(K2Error):
+    """Users were touched and traffic was sent back, or holds for a person."""
+
+
+_CLASSES: dict[str, type[K2Error]] = {
+    "INP": InputError,
+    "INT": IntegrityError,
+    "UNA": UnavailableError,
+    "CAP": CapacityError,
+    "CON": ConflictError,
+    "RDY": NotReadyError,
+    "GAT": GateError,
+    "REV": RevertedError,
+    "UNX": K2Error,
+}
+
+
+def error_from_data(data: Mapping[str, Any]) -> K2Error:
+    """Return the error that `as_data` described: how an outcome crosses from one process to another."""
+    seconds = data.get("retry_after_s")
+    cls = _CLASSES[str(data["code"]).split("-")[1]]
+    return cls(
+        code=data["code"],
+        summary=data["summary"],
+        where=data.get("where", ""),
+        got=data.get("got", ""),
+        expected=data.get("expected", ""),
+        hint=data.get("next", ""),
+        retry=After(float(seconds)) if seconds is not None else Never(),
+        details=dict(data.get("details", {})),
+    )

@@ -1,0 +1,127 @@
+"""The ledger's records and their fold, the receipt.
+
+Append-only; one record for each event of a step. Resume and audit read these and the cluster, never the Prefect
+database, so a lost Prefect server loses nothing of what is live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasks.core.errors import InputError
+from tasks.core.spec import plain
+
+LEDGER_VERSION = 1
+STARTED, FINISHED, FAILED = "started", "finished", "failed"
+STEPS = (
+    "lock",
+    "plan",
+    "preflight",
+    "pull",
+    "stage",
+    "rollout",
+    "warm",
+    "smoke",
+    "throughput",
+    "approve",
+    "shift",
+    "promote",
+    "retire",
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One event of one step of one release. `run` names the flow run that wrote it; `at` is seconds since the epoch."""
+
+    release: str
+    step: str
+    event: str
+    run: str
+    at: float
+    data: Mapping[str, Any] = field(default_factory=dict)
+    version: int = LEDGER_VERSION
+
+    def key(self, number: int) -> str:
+        """Return the store key of the record as the number-th of its release."""
+        return f"{ledger_prefix(self.release)}{number:05d}-{self.step}-{self.event}.json"
+
+
+def ledger_prefix(release: str) -> str:
+    """Return the store prefix of a release's records."""
+    return f"ledger/{release}/"
+
+
+def record_from_data(data: Mapping[str, Any]) -> Record:
+    """Return the record of stored data; raise InputError if a newer tool wrote it."""
+    if int(data.get("version", 0)) > LEDGER_VERSION:
+        raise InputError(
+            "K2-INP-006",
+            "A ledger record was written by a newer version of this tool.",
+            where=f"release {data.get('release')}",
+            got=str(data.get("version")),
+            expected=f"<= {LEDGER_VERSION}",
+        )
+    return Record(
+        release=data["release"],
+        step=data["step"],
+        event=data["event"],
+        run=data["run"],
+        at=float(data["at"]),
+        data=dict(data.get("data", {})),
+        version=int(data["version"]),
+    )
+
+
+@dataclass(frozen=True)
+class StepState:
+    """What the ledger knows of one step: its last event, how often it was tried and the seconds of the last try."""
+
+    step: str
+    outcome: str
+    attempts: int
+    seconds: float
+    data: Mapping[str, Any]
+    ended_at: float = 0.0
+
+
+def fold(records: Iterable[Record]) -> dict[str, StepState]:
+    """Return the state of each step from its records in order. A started step without an end is `interrupted`."""
+    states: dict[str, StepState] = {}
+    begun: dict[str, float] = {}
+    for record in records:
+        before = states.get(record.step)
+        attempts = before.attempts if before else 0
+        if record.event == STARTED:
+            begun[record.step] = record.at
+            kept = before.data if before else {}
+            states[record.step] = StepState(record.step, "interrupted", attempts + 1, 0.0, kept)
+        else:
+            seconds = record.at - begun.get(record.step, record.at)
+            outcome = "failed" if record.event == FAILED else str(record.data.get("outcome", "done"))
+            states[record.step] = StepState(record.step, outcome, max(attempts, 1), seconds, record.data, record.at)
+    return states
+
+
+def finished(states: Mapping[str, StepState], step: str) -> bool:
+    """Return whether the last try of a step ended well."""
+    state = states.get(step)
+    return state is not None and state.outcome not in ("failed", "interrupted")
+
+
+def receipt(release: Mapping[str, Any], records: Iterable[Record], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the receipt: the release as written, every step's outcome and evidence, and the facts that pin it.
+
+    Args:
+        release: the release as plain data.
+        records: all records of the release in order.
+        facts: lock, nodes with marker digests, manifests digest, images, verdicts, weights over time, approver, tools.
+    """
+    states = fold(records)
+    steps = [
+        {"name": s.step, "outcome": s.outcome, "attempts": s.attempts, "seconds": round(s.seconds, 3)}
+        for s in (states[name] for name in STEPS if name in states)
+    ]
+    return {"version": LEDGER_VERSION, "release": plain(release), "steps": steps, **plain(facts)}

@@ -1,0 +1,200 @@
+"""The plan: what a release would change, how many bytes move, how long and at what cost, before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.core.errors import CapacityError
+from tasks.core.lock import Lock
+from tasks.core.spec import Release, Site
+from tasks.core.units import format_bytes, format_duration, format_usd
+
+# Classes of change (design.md section 2), from least to most.
+NONE, POLICY, ROUTER, ARGUMENTS, IMAGE, WEIGHTS, FIRST = (
+    "none",
+    "policy",
+    "router",
+    "arguments",
+    "image",
+    "weights",
+    "first",
+)
+
+
+@dataclass(frozen=True)
+class LiveRelease:
+    """What is live, from its receipt: identities and the serving data that its digest is over."""
+
+    release: str
+    serving_digest: str
+    policy_digest: str
+    lock_digest: str
+    serving_data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """A node of the pool as the API shows it. `staged` are lock digests (12 hex) that its labels name."""
+
+    name: str
+    uid: str
+    usable: bool
+    why_not: str
+    gpus_total: int
+    gpus_used: int
+    gpus_used_by_candidate: int
+    staged: tuple[str, ...]
+
+    @property
+    def free(self) -> bool:
+        """Whether a whole node of this pool is free for the candidate (or already its own)."""
+        return self.usable and self.gpus_used == self.gpus_used_by_candidate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will happen. `nodes` are the chosen nodes, `spares` further nodes that are staged but not used now."""
+
+    release: str
+    change: str
+    serving_digest: str
+    policy_digest: str
+    lock_digest: str
+    capacity_mode: str
+    nodes: tuple[str, ...]
+    spares: tuple[str, ...]
+    bytes_to_pull: int
+    bytes_to_stage: int
+    objects: tuple[str, ...]
+    pods_started: int
+    shifts_traffic: bool
+    warnings: tuple[str, ...]
+    usd_per_hour: float
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether carrying the plan out changes anything."""
+        return self.change != NONE
+
+
+def change_class(release: Release, lock_digest: str, live: LiveRelease | None) -> str:
+    """Return the class of the change from what is live."""
+    if live is None:
+        return FIRST
+    if live.serving_digest == release.serving_digest(lock_digest):
+        same_policy = live.policy_digest == release.policy_digest
+        return NONE if live.release == release.id and same_policy else POLICY
+    if live.lock_digest != lock_digest:
+        return WEIGHTS
+    wanted, have = release.serving_data(lock_digest), live.serving_data
+    if wanted["engine"] != have.get("engine"):
+        return IMAGE
+    groups_differ = wanted["profile"]["groups"] != have.get("profile", {}).get("groups")
+    return ARGUMENTS if groups_differ else ROUTER
+
+
+def make_plan(
+    release: Release,
+    lock: Lock,
+    site: Site,
+    live: LiveRelease | None,
+    nodes: Sequence[NodeFacts],
+    blobs_present: Mapping[str, bool],
+    objects: Sequence[str],
+) -> Plan:
+    """Return the plan of a release.
+
+    Args:
+        blobs_present: sha256 -> whether the store holds it, verified.
+        objects: names of the objects that the release renders.
+
+    Raises:
+        CapacityError: fewer free nodes than the topology needs; names every node that is not free and why.
+    """
+    digest = lock.digest
+    change = change_class(release, digest, live)
+    runs = change not in (NONE, POLICY)
+    needed = release.profile.nodes
+    chosen = _choose(nodes, needed, digest[:12]) if runs else ()
+    spares = tuple(n.name for n in nodes if n.usable and n.name not in chosen) if runs else ()
+    unstaged = sum(digest[:12] not in n.staged for n in nodes if n.name in {*chosen, *spares})
+    missing = {file.sha256: file.size_bytes for file in lock.files if not blobs_present.get(file.sha256, False)}
+    gpus = needed * release.profile.gpus_per_node
+    return Plan(
+        release=release.id,
+        change=change,
+        serving_digest=release.serving_digest(digest),
+        policy_digest=release.policy_digest,
+        lock_digest=digest,
+        capacity_mode="double" if runs else "none",
+        nodes=chosen,
+        spares=spares,
+        bytes_to_pull=sum(missing.values()) if runs else 0,
+        bytes_to_stage=unstaged * lock.total_bytes if runs else 0,
+        objects=tuple(objects) if runs else (),
+        pods_started=needed + 1 if runs else 0,
+        shifts_traffic=runs,
+        warnings=_warnings(change, live),
+        usd_per_hour=gpus * site.usd_per_gpu_hour if runs else 0.0,
+    )
+
+
+def _choose(nodes: Sequence[NodeFacts], needed: int, lock12: str) -> tuple[str, ...]:
+    """Return the nodes for the candidate: those it has, then those that hold the weights already, then by name."""
+    free = sorted(
+        (n for n in nodes if n.free),
+        key=lambda n: (not n.gpus_used_by_candidate, lock12 not in n.staged, natural_key(n.name)),
+    )
+    if len(free) < needed:
+        taken = "; ".join(
+            f"{n.name}: {n.why_not or f'{n.gpus_used} of {n.gpus_total} GPUs in use'}" for n in nodes if not n.free
+        )
+        raise CapacityError(
+            "K2-CAP-001",
+            "Not enough free nodes for a second set beside the live one (mode double).",
+            where=taken or "the pool is empty",
+            got=f"{len(free)} free of {len(nodes)}",
+            expected=f"{needed} whole free nodes",
+        )
+    return tuple(n.name for n in free[:needed])
+
+
+def natural_key(name: str) -> tuple[tuple[int, str], ...]:
+    """Return a sort key under which node-10 comes after node-9."""
+    pieces: list[tuple[int, str]] = []
+    for piece in name.replace("_", "-").split("-"):
+        pieces.append((int(piece), "") if piece.isdigit() else (-1, piece))
+    return tuple(pieces)
+
+
+def _warnings(change: str, live: LiveRelease | None) -> tuple[str, ...]:
+    if change == FIRST:
+        return ("nothing is live: no baseline, absolute limits decide; a revert goes to the parking backend",)
+    return () if live else ("nothing is live",)
+
+
+def plan_rows(plan: Plan, usd_per_hour_total: float) -> list[dict[str, str]]:
+    """Return the plan as rows of a table for a person."""
+    rows = [
+        ("change", plan.change),
+        ("capacity mode", plan.capacity_mode),
+        ("nodes", ", ".join(plan.nodes) or "none"),
+        ("also staged", ", ".join(plan.spares) or "none"),
+        ("to pull from the Hub", format_bytes(plan.bytes_to_pull)),
+        ("to stage on nodes", format_bytes(plan.bytes_to_stage)),
+        ("pods started", str(plan.pods_started)),
+        ("traffic", "shifts" if plan.shifts_traffic else "does not move"),
+        ("second set costs", f"{format_usd(usd_per_hour_total)} per hour"),
+        ("serving digest", plan.serving_digest[:12]),
+        ("policy digest", plan.policy_digest[:12]),
+        *(("warning", text) for text in plan.warnings),
+    ]
+    return [{"what": what, "value": value} for what, value in rows]
+
+
+def waiting_cost(seconds: float, usd_per_hour: float) -> str:
+    """Return what a wait has cost so far and costs per hour, as shown beside every wait."""
+    so_far = format_usd(seconds / 3600 * usd_per_hour)
+    return f"{format_duration(seconds)}, {so_far} so far at {format_usd(usd_per_hour)}/h"

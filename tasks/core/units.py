@@ -1,0 +1,42 @@
+"""Quantities as people read them. Decimal units: 1 TB of weights is 10^12 bytes."""
+
+from __future__ import annotations
+
+import math
+
+
+def format_bytes(count_bytes: float) -> str:
+    """Return bytes in decimal units with three significant digits: `1.03 TB`, `17.1 GB`, `512 B`."""
+    value = float(count_bytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 1000 or unit == "TB":
+            return (
+                f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}" if abs(value) < 1000 else f"{value:.0f} TB"
+            )
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as `850 ms`, `12.3 s`, `4 min 05 s` or `2 h 03 min`."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+
+
+def format_usd(usd: float) -> str:
+    """Return an amount of US dollars with cents."""
+    return f"${usd:,.2f}"
+
+
+def eta_s(done: float, total: float, elapsed_s: float) -> float:
+    """Return the seconds left at the average rate so far; infinity before anything is done."""
+    if done >= total:
+        return 0.0
+    return (total - done) * elapsed_s / done if done > 0 and elapsed_s > 0 else math.inf

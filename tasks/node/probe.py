@@ -1,0 +1,86 @@
+"""Looks at a node before anything moves: room and inodes for the weights, counting what is staged there already.
+
+Runs as a Job on each chosen node in preflight. Writes nothing but a directory that is not there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import CapacityError, K2Error
+from tasks.core.units import format_bytes
+from tasks.node.program import run
+
+_FILES_RESERVE = 1000
+
+
+def _staged_bytes(directory: Path) -> int:
+    """Return the bytes of the files that stand in the model's directory: what need not be written again."""
+    if not directory.is_dir():
+        return 0
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _work(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    root: Path = arguments.root
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        disk = os.statvfs(root)
+        staged = _staged_bytes(root / arguments.model_dir)
+    except OSError as error:
+        raise K2Error(
+            "K2-RDY-004",
+            f"The directory for weights cannot be used: {error.strerror}.",
+            where=f"{arguments.node}: {root}",
+            got=str(error),
+            expected="a writable directory",
+        ) from error
+    needed = max(0, arguments.total_bytes - staged) + arguments.reserve_bytes
+    free = disk.f_bavail * disk.f_frsize
+    if free < needed:
+        raise CapacityError(
+            "K2-CAP-002",
+            "Not enough free space for the weights.",
+            where=f"{arguments.node}: {root}",
+            got=f"{format_bytes(free)} free",
+            expected=f"{format_bytes(needed)}",
+            details={"free_bytes": free, "needed_bytes": needed},
+        )
+    if disk.f_favail < _FILES_RESERVE:
+        raise CapacityError(
+            "K2-CAP-002",
+            "Not enough free inodes for the weights.",
+            where=f"{arguments.node}: {root}",
+            got=str(disk.f_favail),
+            expected=str(_FILES_RESERVE),
+        )
+    return {
+        "node": arguments.node,
+        "free_bytes": free,
+        "needed_bytes": needed,
+        "free_inodes": disk.f_favail,
+        "staged_bytes": staged,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Probe the node and return the exit code: 0, 6 when its disk cannot be used, 8 when it is too full."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.node.probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--root", type=Path, required=True, help="directory for checkpoints on the node's NVMe")
+    parser.add_argument("--model-dir", required=True, help="<org>--<name>/<revision> below it")
+    parser.add_argument("--total-bytes", type=int, required=True, help="size of the whole checkpoint")
+    parser.add_argument("--reserve-bytes", type=int, default=0, help="bytes that must stay free (default: 0)")
+    parser.add_argument("--node", required=True, help="the node's name, for messages")
+    return run(partial(_work, parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""The one place where a file of a checkpoint gets its final name, and only after its bytes were verified (I1).
+
+Temp file on the same file system, sha256 of the very bytes that are written, size, fsync, rename, fsync of the
+directory. A reader who opens a final name therefore sees verified bytes, after a kill and after a power loss too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tasks.core.errors import After, CapacityError, IntegrityError, K2Error, UnavailableError
+from tasks.core.identity import check_relative_path, sha256_hex
+from tasks.core.lock import LockedFile
+from tasks.core.marker import FileStat, StagedFile
+
+PARTIAL_DIR = ".k2-partial"
+READ_BLOCK_BYTES = 4 * 1024 * 1024
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class HashingWriter:
+    """Writes blocks to a descriptor and hashes the same blocks: what was hashed is what was written."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._hash = hashlib.sha256()
+        self.size_bytes = 0
+
+    def write(self, block: bytes) -> None:
+        """Write a whole block."""
+        view = memoryview(block)
+        self._hash.update(view)
+        self.size_bytes += len(view)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    @property
+    def sha256(self) -> str:
+        """The digest of all blocks so far."""
+        return self._hash.hexdigest()
+
+
+def write_verified(
+    dest_dir: Path, path: str, expected: LockedFile, blocks: Iterable[bytes], advance: Callable[[int], None]
+) -> StagedFile:
+    """Write `dest_dir/path` from blocks, replacing what is there only if the bytes are those of the lock.
+
+    Args:
+        dest_dir: the checkpoint's directory; temps stand in its `.k2-partial`.
+        path: relative path in it.
+        expected: size and sha256 that the bytes must have.
+        blocks: the bytes, from wherever; iteration stops at the first byte too many.
+        advance: called with the count of each block written.
+
+    Raises:
+        IntegrityError: other bytes or another size (K2-INT-001); the temp is gone and the final name untouched.
+        CapacityError: the disk is full (K2-CAP-002).
+        UnavailableError: the disk failed; or whatever `blocks` raises.
+    """
+    check_relative_path(path)
+    final = dest_dir / path
+    temp = dest_dir / PARTIAL_DIR / f"{expected.sha256}.{sha256_hex(path.encode())[:8]}.{os.getpid()}"
+    try:
+        make_directory(temp.parent)
+        make_directory(final.parent)
+        with contextlib.ExitStack() as stack:
+            fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, fd)
+            writer = HashingWriter(fd)
+            for block in blocks:
+                writer.write(block)
+                advance(len(block))
+                if writer.size_bytes > expected.size_bytes:
+                    break
+            check_content(path, expected, writer.size_bytes, writer.sha256)
+            os.fchmod(fd, 0o444)
+            os.fsync(fd)
+        temp.rename(final)
+        fsync_directory(final.parent)
+    except OSError as error:
+        raise disk_error(error, final) from error
+    finally:
+        temp.unlink(missing_ok=True)
+    return staged_file(dest_dir, path, expected.sha256)
+
+
+def check_content(path: str, expected: LockedFile, size_bytes: int, sha256: str) -> None:
+    """Raise IntegrityError unless size and digest are those of the lock."""
+    if size_bytes != expected.size_bytes:
+        raise IntegrityError(
+            "K2-INT-001",
+            "A file arrived with another size.",
+            where=path,
+            got=f"{size_bytes} bytes or more" if size_bytes > expected.size_bytes else f"{size_bytes} bytes",
+            expected=f"{expected.size_bytes} bytes",
+        )
+    if sha256 != expected.sha256:
+        raise IntegrityError(
+            "K2-INT-001",
+            "A file arrived with other bytes than the lock says.",
+            where=path,
+            got=f"sha256 {sha256}",
+            expected=f"sha256 {expected.sha256}",
+        )
+
+
+def hash_file(path: Path, advance: Callable[[int], None]) -> tuple[int, str]:
+    """Return size and sha256 of a regular file; raise IntegrityError for a symlink or anything else."""
+    digest, size_bytes = hashlib.sha256(), 0
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise not_regular(path) from error
+        raise
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise not_regular(path)
+        buffer = bytearray(READ_BLOCK_BYTES)
+        view = memoryview(buffer)
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+            size_bytes += count
+            advance(count)
+    return size_bytes, digest.hexdigest()
+
+
+def not_regular(path: Path) -> IntegrityError:
+    """Return the error for a symlink or special file where a verified file should stand."""
+    return IntegrityError(
+        "K2-INT-002",
+        "Something other than a regular file stands in the checkpoint.",
+        where=str(path),
+        got="a symlink or special file",
+        expected="a regular file",
+        hint="Remove it: verified bytes are never reached through a link. Then run the release again.",
+    )
+
+
+def file_stat(dest_dir: Path, path: str) -> FileStat | None:
+    """Return the stat of a file without following links, None if there is none; IntegrityError if not regular."""
+    try:
+        found = (dest_dir / path).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise not_regular(dest_dir / path)
+    return FileStat(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+def staged_file(dest_dir: Path, path: str, sha256: str) -> StagedFile:
+    """Return the identity of a file that was just verified."""
+    found = (dest_dir / path).lstat()
+    return StagedFile(path, found.st_size, sha256, found.st_mtime_ns, found.st_ino)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents, each so that it is there after a power loss."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    path.mkdir(mode=0o755, exist_ok=True)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames and removals in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_document(path: Path, data: bytes) -> None:
+    """Write a small file whole or not at all: temp, fsync, rename, fsync of the directory."""
+    temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temp.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temp.chmod(0o444)
+        temp.rename(path)
+        fsync_directory(path.parent)
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def disk_error(error: OSError, path: Path) -> K2Error:
+    """Return what a failure of the node's disk means to the person on call."""
+    if error.errno in _NO_ROOM:
+        return CapacityError(
+            "K2-CAP-002", "The disk is full.", where=str(path), got=error.strerror or "", expected="room for the file"
+        )
+    return UnavailableError(
+        "K2-UNA-001",
+        f"The node's disk failed: {error.strerror or error}.",
+        where=str(path),
+        hint="Check the disk (dmesg, mount options), then run the release again.",
+        retry=After(5.0),
+    )

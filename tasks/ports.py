@@ -1,0 +1,232 @@
+"""What the decisions of the core are carried out through.
+
+Each Protocol's docstring is its contract: which errors may escape, in which units, and what happens when a call is
+made twice. Adapters translate every library exception into a `K2Error` and chain it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tasks.core.lock import LockedFile
+from tasks.core.samples import Answer, LoadSample
+from tasks.core.spec import Workload
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class HubRevision:
+    """A revision as the Hub lists it at one commit."""
+
+    repo: str
+    revision: str
+    files: tuple[LockedFile, ...]
+
+
+class Hub(Protocol):
+    """A Hugging Face Hub. Errors: InputError (no such repo, revision or file; gated), UnavailableError (the rest)."""
+
+    def resolve(self, repo: str, revision: str) -> str:
+        """Return the 40-hex commit of a branch, tag or commit."""
+        ...
+
+    def list_revision(self, repo: str, revision: str) -> HubRevision:
+        """Return every file of a commit with its size and digest, all pages."""
+        ...
+
+    def read_file(self, repo: str, revision: str, path: str, max_bytes: int) -> bytes:
+        """Return a small file's bytes, unverified; InputError if it is larger than `max_bytes`."""
+        ...
+
+    def open_file(self, repo: str, revision: str, path: str, offset: int) -> Iterator[bytes]:
+        """Yield a file's bytes from an offset on, in blocks, unverified; UnavailableError when the stream breaks."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object's identity in the store."""
+
+    key: str
+    size_bytes: int
+    etag: str
+
+
+@dataclass(frozen=True)
+class UploadedPart:
+    """One part of an unfinished multipart upload.
+
+    `sha256` is part of the request that finishes the upload; empty where a store does not list it.
+    """
+
+    number: int
+    size_bytes: int
+    etag: str
+    sha256: str = field(default="", compare=False)
+
+
+class Store(Protocol):
+    """An S3-compatible object store. Errors: UnavailableError; ConflictError where a condition failed."""
+
+    def head(self, key: str) -> StoredObject | None:
+        """Return an object's identity, or None if there is none."""
+        ...
+
+    def get(self, key: str) -> tuple[bytes, str]:
+        """Return a small object's bytes and etag; KeyError if there is none."""
+        ...
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str = "") -> str:
+        """Write a small object and return its etag; ConflictError (K2-CON-004) when the condition does not hold."""
+        ...
+
+    def list_objects(self, prefix: str) -> list[StoredObject]:
+        """Return all objects under a prefix in key order."""
+        ...
+
+    def open(self, key: str, offset: int = 0) -> Iterator[bytes]:
+        """Yield an object's bytes from an offset on, in blocks; UnavailableError when the stream breaks."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Delete an object; deleting what is not there is no error."""
+        ...
+
+    def unfinished_upload(self, key: str) -> tuple[str, list[UploadedPart]] | None:
+        """Return the newest unfinished multipart upload of a key and its parts, or None."""
+        ...
+
+    def start_upload(self, key: str) -> str:
+        """Start a multipart upload and return its id."""
+        ...
+
+    def put_part(self, key: str, upload_id: str, number: int, data: bytes) -> UploadedPart:
+        """Upload one part with a checksum that the store checks."""
+        ...
+
+    def finish_upload(self, key: str, upload_id: str, parts: Iterable[UploadedPart]) -> None:
+        """Make the object out of its parts."""
+        ...
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Drop an unfinished upload; dropping what is not there is no error."""
+        ...
+
+
+class Cluster(Protocol):
+    """A Kubernetes API. Objects are plain dicts with apiVersion and kind.
+
+    Errors: InputError K2-INP-008 (422/400), ConflictError K2-CON-005 (field conflict) or K2-CON-002 (stale
+    resourceVersion), UnavailableError; a missing object is None or KeyError as stated.
+    """
+
+    def get(self, kind: str, name: str) -> Object | None:
+        """Return one object of the site's namespace (or a cluster-scoped one), or None."""
+        ...
+
+    def list_objects(self, kind: str, labels: Mapping[str, str] | None = None) -> list[Object]:
+        """Return the objects of a kind by labels, all pages."""
+        ...
+
+    def apply(self, obj: Object, *, dry_run: bool = False) -> Object:
+        """Server-side apply with our field manager, never by force; the same object twice changes nothing."""
+        ...
+
+    def create(self, obj: Object) -> tuple[Object, bool]:
+        """Create an object or return the one that is there already, with whether it was created now."""
+        ...
+
+    def replace(self, obj: Object) -> Object:
+        """Replace an object; its metadata.resourceVersion is a precondition (ConflictError K2-CON-002 if stale)."""
+        ...
+
+    def merge_patch(self, kind: str, name: str, patch: Object) -> Object:
+        """Apply a JSON merge patch with our field manager; resourceVersion in it is a precondition."""
+        ...
+
+    def delete(self, kind: str, name: str, *, uid: str = "") -> None:
+        """Delete an object (dependents in the background); deleting what is not there is no error."""
+        ...
+
+    def pod_log(self, pod: str, container: str, tail_lines: int) -> str:
+        """Return the last lines of a container's log; KeyError if there is none."""
+        ...
+
+
+class Engine(Protocol):
+    """The OpenAI-style API and the router's own endpoints, as reached through the gateway.
+
+    `serving` selects a release by the probe route (header x-k2-release); empty = the way users go.
+    Errors: UnavailableError when nothing answers; an HTTP error status is a value, not an exception.
+    """
+
+    def ask(self, prompt: str, *, serving: str, max_tokens: int, stream: bool, timeout_s: float) -> Answer:
+        """Send one chat request and return what came back, whatever it is."""
+        ...
+
+    def router_ready(self, serving: str) -> bool:
+        """Return whether the release's router says that it can route (at least one prefill and one decode)."""
+        ...
+
+    def workers(self, serving: str) -> list[Object]:
+        """Return the router's workers: url, worker_type, is_healthy."""
+        ...
+
+    def counters(self, serving: str) -> dict[str, float]:
+        """Return engine metrics summed by name and role: `prefill:sglang_num_requests_total` and the like."""
+        ...
+
+    def run_load(self, serving: str, workload: Workload, progress: Callable[[int], None]) -> list[LoadSample]:
+        """Send a workload at its concurrency and return one sample a request."""
+        ...
+
+
+@dataclass(frozen=True)
+class BackendCounts:
+    """What the gateway has counted for one backend since it started."""
+
+    requests: float
+    errors: float
+
+
+class GatewayStats(Protocol):
+    """The gateway's own statistics. Errors: UnavailableError."""
+
+    def counts(self, backend: str) -> BackendCounts:
+        """Return the counters of a backend Service by name."""
+        ...
+
+
+class Clock(Protocol):
+    """Time, so that tests can run hours in milliseconds."""
+
+    def now(self) -> float:
+        """Return seconds since the epoch."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        ...
+
+
+class Progress(Protocol):
+    """Where long work says how far it is."""
+
+    def say(self, message: str) -> None:
+        """Show one line."""
+        ...
+
+    def show(self, step: str, done: float, total: float, unit: str, note: str = "") -> None:
+        """Show how far a step is; called often, the implementation throttles."""
+        ...
+
+    def table(self, key: str, rows: list[dict[str, Any]], title: str) -> None:
+        """Publish a table: the plan, staging by node, a gate report, weights over time."""
+        ...
+
+    def document(self, key: str, markdown: str) -> None:
+        """Publish a document, such as the receipt."""
+        ...

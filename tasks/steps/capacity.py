@@ -1,0 +1,175 @@
+"""Steps `plan` and `preflight`: what is there, what would change, and whether the chosen nodes can carry it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tasks.core.arguments import check_arguments
+from tasks.core.errors import InputError, IntegrityError, NotReadyError
+from tasks.core.identity import sha256_hex
+from tasks.core.plan import NodeFacts, Plan, make_plan, plan_rows
+from tasks.core.render import render_probe_job, render_serving
+from tasks.core.spec import plain
+from tasks.steps.context import Ports, Subject
+from tasks.steps.documents import live_release
+from tasks.steps.jobs import run_jobs
+from tasks.steps.weights import blobs_present
+
+GPU = "nvidia.com/gpu"
+_STAGED_PREFIX = "staged.k2-release.io/"
+_CONFIG_MAX_BYTES = 1_000_000
+_PROBE_DEADLINE_S = 300.0
+_ENDED = ("Succeeded", "Failed")
+
+
+def read_nodes(ports: Ports, serving: str) -> list[NodeFacts]:
+    """Return the facts of the pool's nodes; GPUs of pods that carry `serving` count as the candidate's own."""
+    pods = [p for p in ports.cluster.list_objects("Pod") if p.get("status", {}).get("phase") not in _ENDED]
+    facts = []
+    for node in ports.cluster.list_objects("Node", ports.site.node_selector):
+        name = node["metadata"]["name"]
+        here = [pod for pod in pods if pod["spec"].get("nodeName") == name]
+        own = [pod for pod in here if pod["metadata"].get("labels", {}).get("k2-release.io/serving") == serving]
+        why_not = _why_unusable(node)
+        labels = node["metadata"].get("labels", {})
+        facts.append(
+            NodeFacts(
+                name=name,
+                uid=node["metadata"]["uid"],
+                usable=not why_not,
+                why_not=why_not,
+                gpus_total=int(node.get("status", {}).get("allocatable", {}).get(GPU, 0)),
+                gpus_used=sum(map(_gpus, here)),
+                gpus_used_by_candidate=sum(map(_gpus, own)),
+                staged=tuple(key.removeprefix(_STAGED_PREFIX) for key in labels if key.startswith(_STAGED_PREFIX)),
+            )
+        )
+    return facts
+
+
+def _gpus(pod: Mapping[str, Any]) -> int:
+    return sum(int(c.get("resources", {}).get("limits", {}).get(GPU, 0)) for c in pod["spec"].get("containers", []))
+
+
+def _why_unusable(node: Mapping[str, Any]) -> str:
+    if node["spec"].get("unschedulable"):
+        return "cordoned"
+    ready = next((c for c in node.get("status", {}).get("conditions", []) if c["type"] == "Ready"), None)
+    if ready is None or ready["status"] != "True":
+        return f"not Ready ({(ready or {}).get('reason', 'no status')})"
+    taints = [t["key"] for t in node["spec"].get("taints", []) if t.get("effect") in ("NoSchedule", "NoExecute")]
+    return f"tainted {taints[0]}" if taints else ""
+
+
+def make_release_plan(ports: Ports, subject: Subject) -> Plan:
+    """Return the plan from what the cluster and the store say now; reads only."""
+    objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
+    return make_plan(
+        subject.release,
+        subject.lock,
+        ports.site,
+        live_release(ports.store),
+        read_nodes(ports, subject.serving),
+        blobs_present(ports.store, subject.lock),
+        [f"{obj['kind']}/{obj['metadata']['name']}" for obj in objects],
+    )
+
+
+def plan_step(ports: Ports, subject: Subject) -> tuple[Plan, dict[str, Any]]:
+    """Make the plan, publish it, and return it with what is recorded of it."""
+    plan = make_release_plan(ports, subject)
+    ports.progress.table("plan", plan_rows(plan, plan.usd_per_hour), f"Plan of {subject.release.id}")
+    return plan, {"plan": plain(plan), "note": f"change {plan.change}, nodes {', '.join(plan.nodes) or 'none'}"}
+
+
+def preflight_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict[str, Any]:
+    """Check arguments, nodes, GPUs, disk and, by the server's dry run, every object; only probe Jobs are created.
+
+    Raises:
+        InputError: an argument rule is broken (K2-INP-005), or the API refuses an object (K2-INP-008).
+        NotReadyError: a chosen node is not usable now (K2-RDY-004).
+        CapacityError: a node has no room for the weights (K2-CAP-002).
+    """
+    findings = check_arguments(
+        subject.release.profile, read_model_config(ports, subject), subject.release.gates.workload
+    )
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        first = errors[0]
+        raise InputError(
+            "K2-INP-005",
+            first.summary,
+            where=first.where,
+            got=first.got,
+            expected=first.expected,
+            hint=first.remedy,
+            details={"findings": plain(findings)},
+        )
+    _check_nodes(ports, subject, nodes)
+    objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
+    for obj in objects:
+        ports.cluster.apply(obj, dry_run=True)
+    rows = _probe_disks(ports, subject, nodes)
+    ports.progress.table("preflight", rows, f"Preflight of {subject.release.id}")
+    return {
+        "nodes": rows,
+        "objects_checked": len(objects),
+        "findings": plain(findings),
+        "note": f"{len(nodes)} nodes probed, {len(objects)} objects by server dry run, {len(findings)} warnings",
+    }
+
+
+def read_model_config(ports: Ports, subject: Subject) -> dict[str, Any]:
+    """Return the model's config.json at the locked revision, its bytes checked against the lock."""
+    file = subject.lock.file("config.json")
+    data = ports.hub.read_file(subject.lock.repo, subject.lock.revision, file.path, _CONFIG_MAX_BYTES)
+    if sha256_hex(data) != file.sha256:
+        raise IntegrityError(
+            "K2-INT-001",
+            "config.json is not the file of the lock.",
+            where=file.path,
+            got=sha256_hex(data),
+            expected=file.sha256,
+        )
+    return dict(json.loads(data))
+
+
+def _probe_disks(ports: Ports, subject: Subject, nodes: Sequence[str]) -> list[dict[str, Any]]:
+    """Run a probe Job on each chosen node and return what it found; CapacityError names the first that is too full."""
+    jobs = [
+        render_probe_job(subject.lock, ports.site, ports.templates, subject.release.images.tool, node) for node in nodes
+    ]
+    results = run_jobs(ports, "preflight", jobs, 0, _PROBE_DEADLINE_S)
+    return [
+        {
+            "node": node,
+            "free_bytes": int(r.message["free_bytes"]),
+            "needed_bytes": int(r.message["needed_bytes"]),
+            "free_inodes": int(r.message["free_inodes"]),
+        }
+        for node, r in zip(nodes, results, strict=True)
+    ]
+
+
+def _check_nodes(ports: Ports, subject: Subject, chosen: Sequence[str]) -> None:
+    facts = {node.name: node for node in read_nodes(ports, subject.serving)}
+    problems = []
+    for name in chosen:
+        node = facts.get(name)
+        if node is None or not node.usable:
+            problems.append({"node": name, "problem": node.why_not if node else "no such node"})
+        elif node.gpus_total != subject.release.profile.gpus_per_node:
+            problems.append(
+                {"node": name, "problem": f"{node.gpus_total} of {subject.release.profile.gpus_per_node} GPUs"}
+            )
+    if problems:
+        raise NotReadyError(
+            "K2-RDY-004",
+            f"{len(problems)} of {len(chosen)} chosen nodes have problems.",
+            where=problems[0]["node"],
+            got=problems[0]["problem"],
+            expected="Ready with all GPUs",
+            details={"problems": problems},
+        )

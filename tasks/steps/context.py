@@ -1,0 +1,48 @@
+"""What every step works with: the ports of one site, and the release it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.core.lock import Lock
+from tasks.core.spec import Release, Site
+from tasks.ports import Clock, Cluster, Engine, GatewayStats, Hub, Progress, Store
+
+FIELD_MANAGER = "k2-release"
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The ports of one site, and who is at work: `run` names this flow run in the ledger and on the traffic lease."""
+
+    site: Site
+    hub: Hub
+    store: Store
+    cluster: Cluster
+    engine: Engine
+    stats: GatewayStats
+    clock: Clock
+    progress: Progress
+    templates: Mapping[str, dict[str, Any]]
+    run: str
+    tool: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A release with its accepted lock; what all steps after `lock` are about."""
+
+    release: Release
+    lock: Lock
+
+    @property
+    def serving(self) -> str:
+        """The serving digest's first 12 hex digits: the label value on everything of this set."""
+        return self.release.serving_digest(self.lock.digest)[:12]
+
+    @property
+    def router_service(self) -> str:
+        """The name of the Service of this set's router."""
+        return f"k2-{self.serving[:8]}-router"

@@ -1,0 +1,187 @@
+"""Worker Jobs: create or attach, follow their progress, read their results. A dead flow does not stop them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.core.errors import After, K2Error, NotReadyError, UnavailableError, error_from_data
+from tasks.steps.context import Ports
+
+_POLL_S = 0.5
+_LOG_LINES = 5
+_GONE_TRIES = 120
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """A finished Job: its name and the JSON that its pod left as termination message."""
+
+    name: str
+    message: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Job:
+    name: str
+    uid: str
+
+
+def run_jobs(
+    ports: Ports, step: str, jobs: Sequence[dict[str, Any]], total_bytes: int, deadline_s: float
+) -> list[JobResult]:
+    """Attach to the Jobs that still run, start the others, wait for all and return their results in order.
+
+    A finished Job is history and proves nothing of the world now, so it is replaced: the programs that Jobs run look
+    first and move only what is missing. Progress is read from the pods' last log lines, so it survives a re-attach.
+
+    Raises:
+        K2Error: what the first failed Job said of itself.
+        UnavailableError: a Job failed and left no message.
+        NotReadyError: not all were done before the deadline.
+    """
+    running = _attach_or_start(ports, jobs)
+    started = ports.clock.now()
+    seen: dict[str, float] = {}
+    results: dict[str, JobResult] = {}
+    while len(results) < len(running):
+        for job in running:
+            if job.name not in results and (result := _result(ports, job)) is not None:
+                results[job.name] = result
+        _show(ports, step, running, results, seen, total_bytes)
+        if len(results) < len(running):
+            _check_deadline(ports, step, [j.name for j in running if j.name not in results], started, deadline_s)
+            ports.clock.sleep(_POLL_S)
+    return [results[job.name] for job in running]
+
+
+def _attach_or_start(ports: Ports, jobs: Sequence[dict[str, Any]]) -> list[_Job]:
+    there = {job["metadata"]["name"]: job for job in ports.cluster.list_objects("Job")}
+    for job in jobs:
+        old = there.get(job["metadata"]["name"])
+        if old is not None and _ended(old):
+            ports.cluster.delete("Job", old["metadata"]["name"], uid=old["metadata"]["uid"])
+    return [_create(ports, job) for job in jobs]
+
+
+def _create(ports: Ports, job: dict[str, Any]) -> _Job:
+    """Create a Job, waiting for a deleted one of the same name to be gone; attach to one that still runs."""
+    name = job["metadata"]["name"]
+    for _ in range(_GONE_TRIES):
+        existing, created = ports.cluster.create(job)
+        if created or not (_ended(existing) or "deletionTimestamp" in existing["metadata"]):
+            return _Job(name, existing["metadata"]["uid"])
+        ports.clock.sleep(_POLL_S / 2)
+    raise UnavailableError(
+        "K2-UNA-003",
+        "An old Job of the same name does not go away.",
+        where=f"Job {name}",
+        hint=f"kubectl delete job {name}",
+        retry=After(5),
+    )
+
+
+def _ended(job: Mapping[str, Any]) -> bool:
+    return _condition(job, "Complete") or _condition(job, "Failed")
+
+
+def _condition(job: Mapping[str, Any], kind: str) -> bool:
+    return any(c["type"] == kind and c["status"] == "True" for c in job.get("status", {}).get("conditions", []))
+
+
+def _result(ports: Ports, running: _Job) -> JobResult | None:
+    job = ports.cluster.get("Job", running.name)
+    if job is None or job["metadata"]["uid"] != running.uid:
+        raise UnavailableError(
+            "K2-UNA-003", "A worker Job is gone before it ended.", where=f"Job {running.name}", retry=After(5)
+        )
+    if _condition(job, "Complete"):
+        message = _message(ports, running)
+        if message is None:
+            raise UnavailableError(
+                "K2-UNA-003", "A worker Job completed without a result.", where=f"Job {running.name}", retry=After(5)
+            )
+        return JobResult(running.name, message)
+    if _condition(job, "Failed"):
+        raise _failure(_message(ports, running), running.name)
+    return None
+
+
+def _pods(ports: Ports, job: _Job) -> list[dict[str, Any]]:
+    return ports.cluster.list_objects("Pod", {"batch.kubernetes.io/controller-uid": job.uid})
+
+
+def _message(ports: Ports, job: _Job) -> dict[str, Any] | None:
+    """Return the JSON termination message of a Job's pod, or None if there is none."""
+    for pod in _pods(ports, job):
+        for status in pod.get("status", {}).get("containerStatuses", []):
+            text = status.get("state", {}).get("terminated", {}).get("message", "")
+            if text:
+                try:
+                    return dict(json.loads(text))
+                except ValueError:
+                    return None
+    return None
+
+
+def _failure(message: Mapping[str, Any] | None, name: str) -> K2Error:
+    if message and "code" in message:
+        try:
+            return error_from_data(message)
+        except (KeyError, ValueError):
+            pass  # not one of our errors: said below
+    return UnavailableError(
+        "K2-UNA-003",
+        "A worker Job failed without saying why.",
+        where=f"Job {name}",
+        hint=f"kubectl logs job/{name}",
+        retry=After(5),
+    )
+
+
+def _show(
+    ports: Ports,
+    step: str,
+    running: Sequence[_Job],
+    results: Mapping[str, JobResult],
+    seen: dict[str, float],
+    total_bytes: int,
+) -> None:
+    for job in running:
+        if job.name not in results and (progress := _progress(ports, job)) is not None:
+            seen[job.name] = progress
+    everything = len(results) == len(running)
+    done = float(total_bytes) if everything else min(float(total_bytes), sum(seen.values()))
+    ports.progress.show(step, done, total_bytes, "bytes", f"{len(results)} of {len(running)} jobs done")
+
+
+def _progress(ports: Ports, job: _Job) -> float | None:
+    """Return the bytes that a Job's pod says it has done, or None if it says nothing (yet)."""
+    for pod in _pods(ports, job):
+        if pod.get("status", {}).get("phase") == "Pending":
+            continue
+        try:
+            log = ports.cluster.pod_log(pod["metadata"]["name"], pod["spec"]["containers"][0]["name"], _LOG_LINES)
+        except (KeyError, UnavailableError):
+            continue
+        for line in reversed(log.splitlines()):
+            try:
+                return float(json.loads(line)["progress"]["done_bytes"])
+            except (ValueError, KeyError, TypeError):
+                continue
+    return None
+
+
+def _check_deadline(ports: Ports, step: str, waiting: Sequence[str], started: float, deadline_s: float) -> None:
+    waited = ports.clock.now() - started
+    if waited > deadline_s:
+        raise NotReadyError(
+            "K2-RDY-001",
+            f"{step}: {len(waiting)} Jobs are not done after {waited:.0f} s.",
+            where=", ".join(waiting[:5]),
+            got=f"{waited:.0f} s",
+            expected=f"at most {deadline_s:.0f} s",
+            hint=f"kubectl describe job {waiting[0]}",
+        )

@@ -1,0 +1,71 @@
+"""The ledger in the store: append a record, read a release's records, and wrap a step in its records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tasks.core.errors import ConflictError, K2Error
+from tasks.core.identity import canonical_bytes
+from tasks.core.ledger import FAILED, FINISHED, STARTED, Record, StepState, fold, ledger_prefix, record_from_data
+from tasks.core.spec import plain
+from tasks.ports import Store
+from tasks.steps.context import Ports
+
+_MAX_RACES = 50
+
+
+def append(store: Store, record: Record) -> str:
+    """Append a record with a conditional put and return its key; two writers never overwrite each other."""
+    number = len(store.list_objects(ledger_prefix(record.release)))
+    for attempt in range(_MAX_RACES):
+        key = record.key(number + attempt)
+        taken = any(
+            o.key.startswith(f"{ledger_prefix(record.release)}{number + attempt:05d}-")
+            for o in store.list_objects(f"{ledger_prefix(record.release)}{number + attempt:05d}-")
+        )
+        if taken:
+            continue
+        try:
+            store.put(key, canonical_bytes(plain(record)), if_absent=True)
+        except ConflictError:
+            continue
+        return key
+    raise ConflictError("K2-CON-006", "The ledger could not be appended to: too many writers.", where=record.release)
+
+
+def records(store: Store, release: str) -> list[Record]:
+    """Return a release's records in order."""
+    return [record_from_data(json.loads(store.get(item.key)[0])) for item in store.list_objects(ledger_prefix(release))]
+
+
+def states(store: Store, release: str) -> dict[str, StepState]:
+    """Return the state of each step of a release."""
+    return fold(records(store, release))
+
+
+def recorded(ports: Ports, release: str, step: str, act: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Carry out a step between its records and return what it found.
+
+    A K2Error is recorded with its data and raised on; anything else is recorded by its class name and raised on, so
+    that nothing that a library put into a message (a token, a URL with a signature) reaches the ledger (I6).
+    """
+    append(ports.store, Record(release, step, STARTED, ports.run, ports.clock.now()))
+    ports.progress.say(f"{step}: started")
+    began = ports.clock.now()
+    try:
+        data = dict(act())
+    except K2Error as error:
+        append(ports.store, Record(release, step, FAILED, ports.run, ports.clock.now(), {"error": error.as_data()}))
+        ports.progress.say(f"{step}: failed: {error}")
+        raise
+    except BaseException as error:
+        unknown = K2Error("K2-UNX-001", f"The step ended with {type(error).__name__}.", where=step)
+        append(ports.store, Record(release, step, FAILED, ports.run, ports.clock.now(), {"error": unknown.as_data()}))
+        raise
+    data.setdefault("outcome", "done")
+    append(ports.store, Record(release, step, FINISHED, ports.run, ports.clock.now(), data))
+    note = f" - {data['note']}" if data.get("note") else ""
+    ports.progress.say(f"{step}: {data['outcome']} in {ports.clock.now() - began:.1f} s{note}")
+    return data

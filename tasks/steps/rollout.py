@@ -1,0 +1,127 @@
+"""Step `rollout`: apply the groups, the router and the probe route, and wait through named phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tasks.core.errors import K2Error, NotReadyError, UnavailableError
+from tasks.core.plan import waiting_cost
+from tasks.core.readiness import Readiness, assess, not_ready_error
+from tasks.core.render import ROLE_LABEL, SERVING_LABEL, manifests_digest, render_serving
+from tasks.core.spec import ROLES, plain
+from tasks.core.topology import placement_of
+from tasks.steps.capacity import read_nodes
+from tasks.steps.context import Ports, Subject
+from tasks.steps.staging import require_markers
+
+_POLL_S = 0.5
+_SAY_EVERY_S = 2.0
+_LOG_LINES = 20
+
+
+def rollout_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict[str, Any]:
+    """Bring the serving set up and return where each rank runs; applied again it changes nothing.
+
+    No group is created before every chosen node's marker has been read and is right (I2).
+
+    Raises:
+        IntegrityError: a chosen node has no right marker.
+        NotReadyError: a node is lost, a cause is static, or the profile's deadline has passed; carries the diagnoses.
+    """
+    require_markers(ports, subject.lock, nodes)
+    objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
+    for obj in objects:
+        ports.cluster.apply(obj)
+    readiness = _wait(ports, subject, nodes)
+    pods = set_pods(ports, subject.serving)
+    seats = placement_of(pods, subject.release.profile.gpus_per_node)
+    rows = plain(seats)
+    ports.progress.table("placement", rows, f"Placement of {subject.release.id}")
+    return {
+        "placement": rows,
+        "manifests_digest": manifests_digest(objects),
+        "objects": len(objects),
+        "note": f"{len(rows)} engine pods ready, {readiness.summary}",
+    }
+
+
+def set_pods(ports: Ports, serving: str) -> list[dict[str, Any]]:
+    """Return the pods of a serving set."""
+    return ports.cluster.list_objects("Pod", {SERVING_LABEL: serving})
+
+
+def _wait(ports: Ports, subject: Subject, nodes: Sequence[str]) -> Readiness:
+    profile = subject.release.profile
+    usd_per_hour = profile.nodes * profile.gpus_per_node * ports.site.usd_per_gpu_hour
+    began, said = ports.clock.now(), 0.0
+    state: Readiness | None = None
+    while True:
+        elapsed = ports.clock.now() - began
+        state = _look(ports, subject, elapsed, state)
+        if state.ready:
+            return state
+        if state.fatal:
+            raise not_ready_error(state, "K2-RDY-001", "The set does not become ready.")
+        _check_chosen(ports, subject, nodes)
+        if elapsed > profile.ready_deadline_s:
+            raise not_ready_error(state, "K2-RDY-001", f"Not ready after {elapsed:.0f} s.")
+        if ports.clock.now() - said >= _SAY_EVERY_S:
+            said = ports.clock.now()
+            left = profile.ready_deadline_s - elapsed
+            ports.progress.say(
+                f"rollout: waiting for {state.summary}; {waiting_cost(elapsed, usd_per_hour)}; "
+                f"gives up in {left:.0f} s; kubectl get pods -l {SERVING_LABEL}={subject.serving}"
+            )
+        ports.clock.sleep(_POLL_S)
+
+
+def _look(ports: Ports, subject: Subject, elapsed: float, previous: Readiness | None) -> Readiness:
+    groups = ports.cluster.list_objects("LeaderWorkerSet", {SERVING_LABEL: subject.serving})
+    pods = set_pods(ports, subject.serving)
+    nodes = ports.cluster.list_objects("Node", ports.site.node_selector)
+    engines_up = all(_is_ready(pod) for pod in pods)
+    # The router is asked only once the pods are ready: before that its Service has no endpoint.
+    workers = _workers(ports, subject.serving) if pods and engines_up else None
+    return assess(groups, pods, nodes, workers, elapsed, _logs(ports, pods), previous)
+
+
+def _is_ready(pod: dict[str, Any]) -> bool:
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod.get("status", {}).get("conditions", []))
+
+
+def _workers(ports: Ports, serving: str) -> list[dict[str, Any]] | None:
+    try:
+        return ports.engine.workers(serving)
+    except K2Error:
+        return None
+
+
+def _logs(ports: Ports, pods: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the last log lines of engine pods that are not ready yet: the phase is in them."""
+    logs = {}
+    for pod in pods:
+        name = pod["metadata"]["name"]
+        running = pod.get("status", {}).get("phase") == "Running"
+        if pod["metadata"].get("labels", {}).get(ROLE_LABEL) in ROLES and running and not _is_ready(pod):
+            try:
+                logs[name] = ports.cluster.pod_log(name, "engine", _LOG_LINES)
+            except (KeyError, UnavailableError):
+                continue
+    return logs
+
+
+def _check_chosen(ports: Ports, subject: Subject, nodes: Sequence[str]) -> None:
+    """Raise NotReadyError if a chosen node has gone: its pods may already have been taken away from it."""
+    facts = {node.name: node for node in read_nodes(ports, subject.serving)}
+    for name in nodes:
+        if name not in facts or not facts[name].usable:
+            why = facts[name].why_not if name in facts else "no such node"
+            raise NotReadyError(
+                "K2-RDY-002",
+                f"Node {name} was lost during the rollout.",
+                where=name,
+                got=why,
+                expected="Ready",
+                hint=f"kubectl describe node {name}; repair or cordon it, then run the release again",
+            )

@@ -1,0 +1,146 @@
+"""Step `stage`: verified bytes onto the nodes' NVMe, then the barrier that reads every node's marker (I2)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tasks.core.errors import IntegrityError, K2Error, NotReadyError
+from tasks.core.identity import sha256_hex
+from tasks.core.lock import Lock
+from tasks.core.marker import check_marker_against_lock, marker_from_data
+from tasks.core.render import render_stage_job, staged_label
+from tasks.core.units import format_bytes
+from tasks.steps.context import Ports, Subject
+from tasks.steps.jobs import run_jobs
+
+_STAGE_DEADLINE_S = 2 * 3600.0
+
+
+def stage_step(ports: Ports, subject: Subject, nodes: Sequence[str], spares: Sequence[str]) -> dict[str, Any]:
+    """Stage the lock on the chosen nodes and on the spares, read all markers, and label the nodes.
+
+    Every chosen node must be right or the step fails. A spare that fails is reported and left without label: it is
+    staged so that the next release that only changes arguments moves no byte.
+    """
+    uids = node_uids(ports, [*nodes, *spares])
+    jobs = [
+        render_stage_job(subject.lock, ports.site, ports.templates, subject.release.images.tool, node, uids[node])
+        for node in nodes
+    ]
+    total = subject.lock.total_bytes * len(jobs)
+    try:
+        results = run_jobs(ports, "stage", jobs, total, _STAGE_DEADLINE_S)
+    except IntegrityError:
+        _unlabel(ports, subject.lock, nodes)
+        raise
+    rows = [_barrier(ports, subject.lock, node, result.message) for node, result in zip(nodes, results, strict=True)]
+    spare_rows = _stage_spares(ports, subject, spares, uids)
+    for row in [*rows, *(r for r in spare_rows if r["outcome"] == "verified")]:
+        ports.cluster.merge_patch(
+            "Node", row["node"], {"metadata": {"labels": {staged_label(subject.lock.digest): "true"}}}
+        )
+    ports.progress.table("staging", [*rows, *spare_rows], f"Staging of {subject.lock.digest[:12]}")
+    written = sum(int(row["bytes_written"]) for row in [*rows, *spare_rows])
+    return {
+        "outcome": "done" if written else "unchanged",
+        "bytes_written": written,
+        "nodes": rows,
+        "spares": spare_rows,
+        "note": f"{len(rows)} nodes verified, {len(spare_rows)} spares, {format_bytes(written)} written",
+    }
+
+
+def node_uids(ports: Ports, names: Sequence[str]) -> dict[str, str]:
+    """Return the UIDs of nodes by name; NotReadyError if one does not exist."""
+    found = {node["metadata"]["name"]: str(node["metadata"]["uid"]) for node in ports.cluster.list_objects("Node")}
+    for name in names:
+        if name not in found:
+            raise NotReadyError("K2-RDY-002", "A chosen node does not exist any more.", where=name)
+    return found
+
+
+def _barrier(ports: Ports, lock: Lock, node: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a node's own marker, file by file against the lock, and return its row; an exit code is no evidence."""
+    data = read_marker_bytes(ports, lock, node)
+    if sha256_hex(data) != message.get("marker_sha256"):
+        raise IntegrityError(
+            "K2-INT-004",
+            "The marker in the store is not the one that the stager wrote on the node.",
+            where=node,
+            got=sha256_hex(data),
+            expected=str(message.get("marker_sha256")),
+        )
+    require_markers(ports, lock, [node])
+    marker = marker_from_data(json.loads(data))
+    return {
+        "node": node,
+        "outcome": "verified",
+        "files": len(marker.files),
+        "marker_sha256": marker.digest,
+        "bytes_written": int(message.get("bytes_written", 0)),
+        "files_kept": int(message.get("files_kept", 0)),
+    }
+
+
+def read_marker_bytes(ports: Ports, lock: Lock, node: str) -> bytes:
+    """Return the copy of a node's marker; IntegrityError if there is none."""
+    key = f"markers/{node}/{lock.digest}.json"
+    try:
+        return ports.store.get(key)[0]
+    except KeyError as error:
+        raise IntegrityError(
+            "K2-INT-004", "A node has no staging marker for this lock.", where=node, got="none", expected=key
+        ) from error
+
+
+def require_markers(ports: Ports, lock: Lock, nodes: Sequence[str]) -> None:
+    """Check that every node's marker covers the lock; IntegrityError names the first that does not (I2)."""
+    uids = node_uids(ports, nodes)
+    for node in nodes:
+        marker = marker_from_data(json.loads(read_marker_bytes(ports, lock, node)))
+        check_marker_against_lock(marker, lock, node)
+        if marker.node_uid != uids[node]:
+            raise IntegrityError(
+                "K2-INT-004",
+                "The marker is of an earlier machine of the same name.",
+                where=node,
+                got=marker.node_uid,
+                expected=uids[node],
+            )
+
+
+def _stage_spares(
+    ports: Ports, subject: Subject, spares: Sequence[str], uids: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    rows = []
+    jobs = [
+        render_stage_job(subject.lock, ports.site, ports.templates, subject.release.images.tool, node, uids[node])
+        for node in spares
+    ]
+    try:
+        results = run_jobs(ports, "stage spares", jobs, subject.lock.total_bytes * len(jobs), _STAGE_DEADLINE_S)
+        rows = [
+            _barrier(ports, subject.lock, node, result.message) for node, result in zip(spares, results, strict=True)
+        ]
+    except K2Error as error:
+        ports.progress.say(f"stage: spares are not all staged ({error}); the release goes on without them")
+        return [
+            {
+                "node": node,
+                "outcome": "not staged",
+                "files": 0,
+                "marker_sha256": "",
+                "bytes_written": 0,
+                "files_kept": 0,
+            }
+            for node in spares
+        ]
+    return rows
+
+
+def _unlabel(ports: Ports, lock: Lock, nodes: Sequence[str]) -> None:
+    """Take the label from nodes that do not hold the lock (any more), so that no engine is scheduled there."""
+    for node in nodes:
+        ports.cluster.merge_patch("Node", node, {"metadata": {"labels": {staged_label(lock.digest): None}}})

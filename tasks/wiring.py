@@ -1,0 +1,81 @@
+"""The only place that knows which adapter carries out which port."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+from tasks.adapters.clock import SystemClock
+from tasks.adapters.cluster import KubeCluster
+from tasks.adapters.engine import GatewayEngine
+from tasks.adapters.gateway_stats import EnvoyStats
+from tasks.adapters.hub import HfHub
+from tasks.adapters.store import S3Store, StoreCredentials
+from tasks.core.errors import InputError
+from tasks.core.spec import Site
+from tasks.ports import Progress
+from tasks.specs import load_site, load_templates
+from tasks.steps.context import Ports
+
+SITE_VARIABLE = "K2_SITE"
+
+
+def site_path(given: str) -> str:
+    """Return the path of the site file: as given, from K2_SITE, or that of the rehearsal site that was kept.
+
+    Raises:
+        InputError: none of these names a file.
+    """
+    for candidate in (given, os.environ.get(SITE_VARIABLE, ""), str(last_rehearsal_site())):
+        if candidate and Path(candidate).is_file():
+            return str(Path(candidate).resolve())
+        if candidate and candidate == given:
+            break
+    raise InputError(
+        "K2-INP-001",
+        "No site: which cluster is meant?",
+        where=f"--site or {SITE_VARIABLE}",
+        got=given or "nothing",
+        expected="the path of a site file",
+        hint="k2ctl rehearse --keep (an embedded site), or write a site file: manifests/sites/example-h200.yaml",
+    )
+
+
+def last_rehearsal_site() -> Path:
+    """Return where `k2ctl rehearse --keep` notes the site that it left up."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return state / "k2-release" / "rehearsal" / "site.yaml"
+
+
+def read_site(path: str) -> Site:
+    """Return the site of a file."""
+    return load_site(path)
+
+
+def open_store(site: Site) -> S3Store:
+    """Return the object store of a site."""
+    return S3Store(
+        site.store.endpoint,
+        site.store.bucket,
+        StoreCredentials.from_file(Path(site.store.credentials_file)),
+        region=site.store.region,
+    )
+
+
+def connect(path: str, run: str, progress: Progress) -> Ports:
+    """Return the ports of a site, clients made; nothing is contacted yet except by their constructors."""
+    site = load_site(path)
+    return Ports(
+        site=site,
+        hub=HfHub(site.hub.endpoint, token_file=site.hub.token_file),
+        store=open_store(site),
+        cluster=KubeCluster(site.kubeconfig, site.context, site.namespace),
+        engine=GatewayEngine(site.gateway.url, "kimi-k2"),
+        stats=EnvoyStats(site.gateway.stats_url),
+        clock=SystemClock(),
+        progress=progress,
+        templates=load_templates("sglang"),
+        run=run,
+        tool=f"k2-release {version('k2-release')}",
+    )

