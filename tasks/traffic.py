@@ -7,9 +7,10 @@ from typing import Any
 from prefect import task
 
 from tasks.order import Order, connect, read_release, subject
+from tasks.steps.holder import TrafficHolder, holding
 from tasks.steps.journal import recorded
 from tasks.steps.promotion import approve_step, promote_step, receipt_step, retire_step
-from tasks.steps.traffic import TrafficHolder, holding, shift_step
+from tasks.steps.traffic import shift_step
 
 
 @task(name="approve", persist_result=False)

@@ -72,7 +72,7 @@ def connect(path: str, run: str, progress: Progress) -> Ports:
         store=open_store(site),
         cluster=KubeCluster(site.kubeconfig, site.context, site.namespace),
         engine=GatewayEngine(site.gateway.url, "kimi-k2"),
-        stats=EnvoyStats(site.gateway.stats_url),
+        stats=EnvoyStats(site.gateway.stats_url, site.namespace),
         clock=SystemClock(),
         progress=progress,
         templates=load_templates("sglang"),

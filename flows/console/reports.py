@@ -14,7 +14,7 @@ import yaml
 from flows.console.submission import say
 from tasks import wiring
 from tasks.core.errors import CATALOGUE, ExitCode, InputError
-from tasks.core.lock import lock_from_data
+from tasks.core.lock import Lock, lock_from_data
 from tasks.core.plan import plan_rows
 from tasks.core.render import render_serving
 from tasks.core.spec import plain
@@ -72,12 +72,22 @@ def verify(args: Namespace) -> int:
     from tasks.node.program import Stop
     from tasks.node.verify_files import verify_directory
 
-    made = lock_from_data(json.loads(Path(args.lock).read_text()))
+    made = _read_lock(Path(args.lock))
     count_bytes = verify_directory(Path(args.dir), made, args.dir, args.threads, Stop())
     if args.json:
         print_json({"version": 1, "ok": True, "files": len(made.files), "bytes": count_bytes, "digest": made.digest})
     say(f"ok: {len(made.files)} files, {format_bytes(count_bytes)}, have the digests of the lock {made.digest[:12]}")
     return ExitCode.DONE
+
+
+def _read_lock(path: Path) -> Lock:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            "K2-INP-001", "The lock file cannot be read.", where=str(path), got=str(error), expected="a lock file"
+        ) from error
+    return lock_from_data(data)
 
 
 def plan(args: Namespace) -> int:

@@ -31,9 +31,13 @@ class Ended:
 
 
 def use_api(site: Site) -> None:
-    """Make the Prefect client talk to the site's server and to no other; call before prefect is imported."""
+    """Make the Prefect client talk to the site's server and to no other."""
     os.environ["PREFECT_API_URL"] = site.prefect_api_url
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_ENABLED", "false")
+    os.environ["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "false"
+    from prefect.context import refresh_global_settings_context
+
+    # The settings were read when prefect was imported, before the site was known.
+    refresh_global_settings_context()
 
 
 def submit(site: Site, deployment: str, release_id: str, parameters: dict[str, Any]) -> Ended:

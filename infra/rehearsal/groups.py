@@ -36,7 +36,8 @@ from infra.rehearsal.groupsets import (
     pod_ready,
     set_status,
 )
-from infra.rehearsal.kubeclient import Connection, EventType, JsonObject, KubeClient, KubeError, PatchKind
+from infra.rehearsal.kubeclient import EventType, JsonObject, KubeClient, KubeError, PatchKind
+from infra.rehearsal.kubeconnection import Connection
 from infra.rehearsal.kuberesources import LEADER_WORKER_SETS, NODES, PODS, SERVICES, Resource
 
 _LOST_AFTER_S = 4.0

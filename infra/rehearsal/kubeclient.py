@@ -7,21 +7,17 @@ two cores, which rules out typed models built for every watch event.
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import logging
-import ssl
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
 import aiohttp
-import yaml
 
+from infra.rehearsal.kubeconnection import Connection
 from infra.rehearsal.kuberesources import SERVICE_ACCOUNTS, Resource
 
 JsonObject = dict[str, Any]
@@ -63,54 +59,6 @@ class KubeError(Exception):
     def conflict(self) -> bool:
         """Tell whether the object exists already, or a precondition did not hold."""
         return self.status == 409
-
-
-@dataclass(frozen=True)
-class Connection:
-    """Where an API server is and what to show it."""
-
-    server: str
-    ca_pem: str | None = None
-    token: str | None = field(default=None, repr=False)
-    client_cert_pem: str | None = None
-    client_key_pem: str | None = field(default=None, repr=False)
-    verify: bool = True
-
-    @classmethod
-    def from_kubeconfig(cls, path: Path, context: str | None = None) -> Connection:
-        """Return the connection of the current (or the named) context of a kubeconfig file."""
-        document = yaml.safe_load(path.read_text())
-        wanted = context or document["current-context"]
-        chosen = _named(document["contexts"], wanted)["context"]
-        cluster = _named(document["clusters"], chosen["cluster"])["cluster"]
-        user = _named(document["users"], chosen["user"])["user"]
-        token = user.get("token")
-        if token is None and "tokenFile" in user:
-            token = (path.parent / user["tokenFile"]).read_text().strip()
-        return cls(
-            server=cluster["server"].rstrip("/"),
-            ca_pem=_pem(cluster, "certificate-authority", path.parent),
-            token=token,
-            client_cert_pem=_pem(user, "client-certificate", path.parent),
-            client_key_pem=_pem(user, "client-key", path.parent),
-            verify=not cluster.get("insecure-skip-tls-verify", False),
-        )
-
-    def ssl_context(self) -> ssl.SSLContext | None:
-        """Return the TLS settings, or None for a plain http server."""
-        if not self.server.startswith("https"):
-            return None
-        context = ssl.create_default_context(cadata=self.ca_pem)
-        if not self.verify:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        if self.client_cert_pem and self.client_key_pem:
-            # The ssl module reads client certificates from files only.
-            with tempfile.NamedTemporaryFile("w", suffix=".pem") as pem:
-                pem.write(self.client_cert_pem + "\n" + self.client_key_pem)
-                pem.flush()
-                context.load_cert_chain(pem.name)
-        return context
 
 
 @dataclass(frozen=True)
@@ -399,19 +347,6 @@ class _WatchDriver:
         else:
             self._known[item["metadata"]["uid"]] = item
         return event
-
-
-def _named(entries: Sequence[JsonObject], name: str) -> JsonObject:
-    for entry in entries:
-        if entry["name"] == name:
-            return entry
-    raise KeyError(f"kubeconfig has no entry named {name!r}")
-
-
-def _pem(section: Mapping[str, str], key: str, base: Path) -> str | None:
-    if f"{key}-data" in section:
-        return base64.b64decode(section[f"{key}-data"]).decode()
-    return (base / section[key]).read_text() if key in section else None
 
 
 def _selectors(label_selector: str | None, field_selector: str | None) -> dict[str, str]:

@@ -119,6 +119,17 @@ def _moved_verdict(
             digest,
         )
     moved = after[key] - before[key]
+    if not math.isfinite(moved):
+        return Verdict(
+            f"{role} served",
+            INCONCLUSIVE,
+            str(moved),
+            f">= {requests}",
+            "requests",
+            role,
+            "a counter is not a number",
+            digest,
+        )
     return Verdict(
         f"{role} served",
         PASS if moved >= requests else FAIL,
@@ -207,7 +218,11 @@ def throughput_verdict(
     gpus: int,
     usd_per_gpu_hour: float,
 ) -> tuple[Verdict, tuple[Figure, ...]]:
-    """Return the end-to-end verdict and its figures; fewer samples than the workload's requests are inconclusive."""
+    """Return the end-to-end verdict and its figures; fewer samples than the workload's requests are inconclusive.
+
+    A sample with a number that is none is no sample.
+    """
+    samples = sound(samples)
     digest = digest_of(plain(samples))
     figures = end_to_end_figures(samples, gpus, usd_per_gpu_hour)
     by_name = {figure.metric: figure for figure in figures}
@@ -228,6 +243,11 @@ def throughput_verdict(
         baseline_verdict(by_name, baseline, policy.baseline_ratio, digest),
     )
     return all_of("throughput", parts, digest), figures
+
+
+def sound(samples: Sequence[LoadSample]) -> list[LoadSample]:
+    """Return the samples whose numbers are numbers."""
+    return [s for s in samples if all(map(math.isfinite, (s.started_s, s.ttft_s, s.latency_s)))]
 
 
 def all_of(gate: str, parts: Sequence[Verdict], digest: str) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -66,7 +67,7 @@ def released(state: LeaseState) -> LeaseState:
 def lease_spec(state: LeaseState) -> dict[str, Any]:
     """Return the spec of the Lease object for a state."""
     spec: dict[str, Any] = {
-        "leaseDurationSeconds": max(1, round(state.duration_s)),
+        "leaseDurationSeconds": max(1, math.ceil(state.duration_s)),
         "leaseTransitions": state.generation,
         "renewTime": micro_time(state.renewed_at),
     }

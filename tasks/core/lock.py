@@ -6,6 +6,7 @@ does not change when a library or an optional field does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from tasks.core.identity import canonical_bytes, check_relative_path, check_repo
 LOCK_VERSION = 1
 INDEX_FILE = "model.safetensors.index.json"
 _EXECUTABLE_SUFFIXES = (".py",)
+_SHA256, _SHA1 = re.compile(r"([0-9a-f]{64})?"), re.compile(r"([0-9a-f]{40})?")
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,13 @@ def make_lock(repo: str, revision: str, files: Iterable[LockedFile]) -> Lock:
         if file.path in seen:
             raise InputError("K2-INP-004", "A path stands twice in the revision.", where=file.path)
         seen.add(file.path)
-        if file.size_bytes < 0 or not (file.sha256 or file.git_sha1):
+        if file.size_bytes < 0 or not (file.sha256 or file.git_sha1) or not _well_formed(file):
             raise InputError(
                 "K2-INP-004",
                 "A file of the revision has no usable size and digest.",
                 where=file.path,
-                got=f"size {file.size_bytes}, no digest",
-                expected="a size and a sha256 or git blob id",
+                got=f"size {file.size_bytes}, sha256 {file.sha256 or 'none'}, blob id {file.git_sha1 or 'none'}",
+                expected="a size and a sha256 (64 hex digits) or git blob id (40)",
             )
         if file.kind == "shard" and not file.sha256:
             raise InputError(
@@ -144,12 +146,19 @@ def make_lock(repo: str, revision: str, files: Iterable[LockedFile]) -> Lock:
     return Lock(repo, revision, ordered)
 
 
+def _well_formed(file: LockedFile) -> bool:
+    """Return whether the digests are hex: they become names in the store, and a Hub or mirror is not trusted."""
+    return bool(_SHA256.fullmatch(file.sha256) and _SHA1.fullmatch(file.git_sha1))
+
+
 def lock_from_data(data: Mapping[str, Any]) -> Lock:
     """Return the lock of a parsed lock file.
 
     Raises:
         InputError: wrong version, a missing or wrong field, or any failure of `make_lock`.
     """
+    if not isinstance(data, Mapping):
+        raise InputError("K2-INP-001", "The lock file is not well formed: no object.", where="lock")
     if data.get("version") != LOCK_VERSION:
         raise InputError(
             "K2-INP-006",

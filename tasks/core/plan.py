@@ -91,8 +91,12 @@ def change_class(release: Release, lock_digest: str, live: LiveRelease | None) -
     wanted, have = release.serving_data(lock_digest), live.serving_data
     if wanted["engine"] != have.get("engine"):
         return IMAGE
-    groups_differ = wanted["profile"]["groups"] != have.get("profile", {}).get("groups")
-    return ARGUMENTS if groups_differ else ROUTER
+    return ROUTER if _engines(wanted["profile"]) == _engines(have.get("profile", {})) else ARGUMENTS
+
+
+def _engines(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a profile the engines' pods are made of: everything but the router's arguments."""
+    return {key: value for key, value in profile.items() if key != "router_args"}
 
 
 def make_plan(

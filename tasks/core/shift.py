@@ -71,7 +71,8 @@ class Probe:
 class Observation:
     """What was seen of the candidate during the present bake, and of the stable set when it matters.
 
-    `user_requests` and `user_errors` are what the gateway counted for the candidate since the weight was written.
+    `user_requests` and `user_errors` are what the gateway counted for the candidate since the weight was written;
+    NaN where the gateway's statistics are missing.
     """
 
     probes: tuple[Probe, ...]
@@ -88,27 +89,38 @@ class Health:
 
 
 def judge(plan: TrafficPlan, seen: Observation) -> Health:
-    """Return whether the candidate's behaviour keeps the plan's limits; too few observations are inconclusive (I8)."""
-    if len(seen.probes) < plan.min_samples:
-        return Health(INCONCLUSIVE, f"only {len(seen.probes)} probes, {plan.min_samples} are needed")
+    """Return whether the candidate's behaviour keeps the plan's limits; too few observations are inconclusive (I8).
+
+    What cannot become good any more with the samples still to come has failed already: users are not kept waiting.
+    """
     wrong = [probe.wrong for probe in seen.probes if probe.wrong]
-    share = len(wrong) / len(seen.probes)
-    if share > plan.max_error_share:
+    if len(wrong) > plan.max_error_share * max(len(seen.probes), plan.min_samples):
         return Health(
             FAIL, f"{len(wrong)} of {len(seen.probes)} probes wrong (limit {plan.max_error_share:g}): {wrong[0]}"
         )
-    p95 = percentile([probe.latency_s for probe in seen.probes], 0.95)
-    if not math.isfinite(p95):
-        return Health(INCONCLUSIVE, "the latency is not a number")
+    if seen.user_errors > plan.max_error_share * max(seen.user_requests, plan.min_samples):
+        return _users_fail(plan, seen)
+    if len(seen.probes) < plan.min_samples:
+        return Health(INCONCLUSIVE, f"only {len(seen.probes)} probes, {plan.min_samples} are needed")
+    latencies = [probe.latency_s for probe in seen.probes]
+    if not all(map(math.isfinite, latencies)):
+        return Health(INCONCLUSIVE, "a latency is not a number")
+    p95 = percentile(latencies, 0.95)
     if p95 > plan.max_p95_s:
         return Health(FAIL, f"p95 of graded probes {p95:.2f} s, limit {plan.max_p95_s:g} s")
+    if not math.isfinite(seen.user_requests) or not math.isfinite(seen.user_errors):
+        return Health(INCONCLUSIVE, "the gateway's counts of user requests are missing")
     if seen.user_requests > 0 and seen.user_errors / seen.user_requests > plan.max_error_share:
-        return Health(
-            FAIL,
-            f"{seen.user_errors:.0f} of {seen.user_requests:.0f} user requests failed at the candidate "
-            f"(limit {plan.max_error_share:g})",
-        )
+        return _users_fail(plan, seen)
     return Health(PASS, f"p95 {p95:.2f} s, {len(seen.probes)} probes right, {seen.user_requests:.0f} user requests")
+
+
+def _users_fail(plan: TrafficPlan, seen: Observation) -> Health:
+    return Health(
+        FAIL,
+        f"{seen.user_errors:.0f} of {seen.user_requests:.0f} user requests failed at the candidate "
+        f"(limit {plan.max_error_share:g})",
+    )
 
 
 def next_percent(plan: TrafficPlan, percent: int) -> int | None:
@@ -129,8 +141,9 @@ def decide(plan: TrafficPlan, state: RouteState, seen: Observation, now: float) 
     if left > 0:
         return Bake(min(left, plan.check_interval_s))
     if health.outcome == INCONCLUSIVE:
-        # One more bake's length is given for data to arrive; then a person decides.
-        return Bake(plan.check_interval_s) if -left < plan.bake_s else Hold(health.reason)
+        # Once more as long is given for data to arrive, and a check for each sample; then a person decides.
+        patience_s = max(plan.bake_s, plan.min_samples * plan.check_interval_s)
+        return Bake(plan.check_interval_s) if -left < patience_s else Hold(health.reason)
     following = next_percent(plan, state.candidate_percent)
     return Complete() if following is None else SetWeight(following)
 

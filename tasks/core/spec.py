@@ -147,15 +147,22 @@ class Release:
 
         The tool's own image is left out: a newer k2-release must plan no change on an untouched release.
         """
-        data = plain({"engine": self.images.engine, "router": self.images.router, "profile": self.profile})
-        data["profile"].pop("name")
-        data["profile"].pop("ready_deadline_s")
-        data["lock"] = lock_digest
-        return dict(data)
+        return serving_form(plain({"images": self.images, "profile": self.profile}), lock_digest)
 
     def serving_digest(self, lock_digest: str) -> str:
         """Digest that groups, Services and labels carry."""
         return digest_of(self.serving_data(lock_digest))
+
+
+def serving_form(release: Mapping[str, Any], lock_digest: str) -> dict[str, Any]:
+    """Return the serving data of a release that is plain data already, such as the one in a receipt."""
+    unread = ("name", "ready_deadline_s")
+    return {
+        "engine": release["images"]["engine"],
+        "router": release["images"]["router"],
+        "profile": {key: value for key, value in release["profile"].items() if key not in unread},
+        "lock": lock_digest,
+    }
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,6 @@ class StoreRef:
 @dataclass(frozen=True)
 class HubRef:
     """The Hub or a mirror of it; the token by reference, empty for none."""
-
 
     endpoint: str
     token_file: str = ""

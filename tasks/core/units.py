@@ -9,10 +9,9 @@ def format_bytes(count_bytes: float) -> str:
     """Return bytes in decimal units with three significant digits: `1.03 TB`, `17.1 GB`, `512 B`."""
     value = float(count_bytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(value) < 1000 or unit == "TB":
-            return (
-                f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}" if abs(value) < 1000 else f"{value:.0f} TB"
-            )
+        # 999.5 would be shown as 1e+03.
+        if abs(value) < 999.5 or unit == "TB":
+            return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 999.5 else f"{value:.3g} {unit}"
         value /= 1000
     raise AssertionError("unreachable")
 
@@ -21,9 +20,9 @@ def format_duration(seconds: float) -> str:
     """Return a duration as `850 ms`, `12.3 s`, `4 min 05 s` or `2 h 03 min`."""
     if not math.isfinite(seconds):
         return "unknown"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     if seconds < 3600:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"

@@ -120,9 +120,12 @@ def say(message: str) -> None:
 
 def write_termination_message(data: Mapping[str, Any]) -> None:
     """Leave the outcome where Kubernetes reads it; a place that cannot be written is no error."""
-    with contextlib.suppress(OSError):
-        path = Path(os.environ.get("K2_TERMINATION_LOG") or TERMINATION_LOG)
-        path.write_text(json.dumps(_fitting(data), separators=(",", ":")))
+    named = os.environ.get("K2_TERMINATION_LOG")
+    path = Path(named or TERMINATION_LOG)
+    # The default is a file that the kubelet has made; elsewhere it would be litter in /dev.
+    if named or path.exists():
+        with contextlib.suppress(OSError):
+            path.write_text(json.dumps(_fitting(data), separators=(",", ":")))
 
 
 def _fitting(data: Mapping[str, Any]) -> dict[str, Any]:

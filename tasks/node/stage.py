@@ -49,7 +49,6 @@ from tasks.node.workers import attempt, run_all
 if TYPE_CHECKING:
     from tasks.ports import Store
 
-TOOL = "k2-release 0.1.0"
 _TRIES = 4
 
 
@@ -207,7 +206,7 @@ class Stager:
             node_uid=self._node.uid,
             files=tuple(sorted(files, key=lambda file: file.path)),
             verified_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            tool=TOOL,
+            tool=_tool(),
         )
         self._stop.check()
         write_document(self._directory / MARKER_FILE, marker.to_bytes())
@@ -233,6 +232,15 @@ class _Counted:
     def take_back(self) -> None:
         self._progress.advance(-self.count_bytes)
         self.count_bytes = 0
+
+
+def _tool() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"k2-release {version('k2-release')}"
+    except PackageNotFoundError:  # run from a plain copy of the source
+        return "k2-release"
 
 
 def _stoppable(blocks: Iterator[bytes], stop: Stop) -> Generator[bytes, None, None]:

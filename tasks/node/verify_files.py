@@ -25,18 +25,20 @@ _TRIES = 4
 _NAMED = 10
 
 
-def verify_directory(directory: Path, lock: Lock, node: str, threads: int, stop: Stop) -> int:
+def verify_directory(
+    directory: Path, lock: Lock, node: str, threads: int, stop: Stop, progress: ProgressLines | None = None
+) -> int:
     """Return the bytes that were read and found right.
 
     Raises:
         IntegrityError: a file of the lock is missing or differs; the first is named, further ones are in `details`.
         UnavailableError: the disk failed.
     """
-    progress = ProgressLines(lock.total_bytes, len(lock.files))
     largest_first = sorted(lock.files, key=lambda file: (-file.size_bytes, file.path))
     observe = partial(_observe, directory, node, progress)
     observed = run_all(largest_first, observe, threads, stop, lambda: None)
-    progress.finish()
+    if progress is not None:
+        progress.finish()
     result = compare(lock, (file for file in observed if file is not None))
     if not result.ok:
         raise _difference(
@@ -45,10 +47,13 @@ def verify_directory(directory: Path, lock: Lock, node: str, threads: int, stop:
     return lock.total_bytes
 
 
-def _observe(directory: Path, node: str, progress: ProgressLines, file: LockedFile, stop: Stop) -> ObservedFile | None:
+def _observe(
+    directory: Path, node: str, progress: ProgressLines | None, file: LockedFile, stop: Stop
+) -> ObservedFile | None:
     def advance(count_bytes: int) -> None:
         stop.check()
-        progress.advance(count_bytes)
+        if progress is not None:
+            progress.advance(count_bytes)
 
     try:
         size_bytes, sha256 = hash_file(directory / file.path, advance)
@@ -60,7 +65,8 @@ def _observe(directory: Path, node: str, progress: ProgressLines, file: LockedFi
         raise failure from error
     except IntegrityError as error:
         return ObservedFile(file.path, file.size_bytes, error.got)
-    progress.file_done()
+    if progress is not None:
+        progress.file_done()
     return ObservedFile(file.path, size_bytes, sha256)
 
 
@@ -86,7 +92,8 @@ def _difference(node: str, problems: list[Mismatch], lock: Lock) -> IntegrityErr
 def _work(arguments: argparse.Namespace, stop: Stop) -> Mapping[str, Any]:
     store = store_from_environment(stall_s=30.0)
     lock = attempt(partial(read_lock, store, arguments.lock_digest), stop, integrity_tries=1, tries=_TRIES)
-    checked_bytes = verify_directory(arguments.dir, lock, arguments.node, arguments.threads, stop)
+    progress = ProgressLines(lock.total_bytes, len(lock.files))
+    checked_bytes = verify_directory(arguments.dir, lock, arguments.node, arguments.threads, stop, progress)
     return {"node": arguments.node, "checked": len(lock.files), "bytes": checked_bytes}
 
 

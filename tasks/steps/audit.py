@@ -8,7 +8,7 @@ from typing import Any
 from tasks.core.errors import IntegrityError
 from tasks.core.identity import digest_of
 from tasks.core.render import render_verify_job
-from tasks.core.spec import plain
+from tasks.core.spec import plain, serving_form
 from tasks.steps.context import Ports
 from tasks.steps.documents import get_by_digest, get_lock
 from tasks.steps.jobs import run_jobs
@@ -47,11 +47,13 @@ def verify_receipt(ports: Ports, body: Mapping[str, Any]) -> list[dict[str, str]
 
 
 def _serving_rows(body: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Recompute the policy digest from the release as it stands in the receipt."""
+    """Recompute the serving and the policy digest from the release as it stands in the receipt."""
     release = body["release"]
+    serving = digest_of(serving_form(release, body["lock"]["digest"]))
+    _expect("serving digest", serving, body["serving_digest"])
     policy = digest_of({key: release[key] for key in ("gates", "traffic", "retention")})
     _expect("policy digest", policy, body["policy_digest"])
-    return [{"what": "policy", "digest": policy}]
+    return [{"what": "serving", "digest": serving}, {"what": "policy", "digest": policy}]
 
 
 def _expect(what: str, got: str, expected: str) -> None:

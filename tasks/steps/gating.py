@@ -16,6 +16,7 @@ from tasks.core.gates import (
     Verdict,
     samples_from_data,
     smoke_verdict,
+    sound,
     throughput_verdict,
 )
 from tasks.core.identity import digest_of
@@ -69,6 +70,15 @@ def rejudge_step(ports: Ports, subject: Subject) -> dict[str, Any]:
     before = states(ports.store, live).get("throughput")
     if before is None or "samples" not in before.data:
         raise GateError("K2-GAT-002", "The live release has no stored samples to judge.", where=f"release {live}")
+    if before.data.get("workload") != workload_digest(subject.release):
+        raise GateError(
+            "K2-GAT-002",
+            "The live release's samples are of another workload.",
+            where=f"release {live}",
+            got=str(before.data.get("workload")),
+            expected=workload_digest(subject.release),
+            hint="keep the workload of the live release, or change more than the policy so that it is measured anew",
+        )
     samples = samples_from_data(get_by_digest(ports.store, "samples", before.data["samples"]))
     return judge_throughput(ports, subject, samples)
 
@@ -81,10 +91,14 @@ def warm_step(ports: Ports, subject: Subject) -> dict[str, Any]:
     """
     last = ""
     for _ in range(_WARM_TRIES):
-        answer = _ask(ports, SMOKE_PROMPTS[0], subject.serving, stream=True)
-        if answer.status == 200 and answer.done:
-            break
-        last = answer.error or f"status {answer.status}"
+        try:
+            answer = _ask(ports, SMOKE_PROMPTS[0], subject.serving, stream=True)
+        except UnavailableError as error:
+            last = str(error)
+        else:
+            if answer.status == 200 and answer.done:
+                break
+            last = answer.error or f"status {answer.status}"
         ports.clock.sleep(0.5)
     else:
         raise NotReadyError(
@@ -117,7 +131,7 @@ def _ask(ports: Ports, prompt: GradedPrompt, serving: str, *, stream: bool) -> A
 
 def smoke_step(ports: Ports, subject: Subject) -> dict[str, Any]:
     """Ask every graded prompt, streamed and not, and prove by the engines' counters that prefill and decode worked."""
-    before = ports.engine.counters(subject.serving)
+    before = _counters(ports, subject.serving)
     graded = [
         (prompt, _ask(ports, prompt, subject.serving, stream=stream))
         for prompt in SMOKE_PROMPTS
@@ -132,12 +146,17 @@ def smoke_step(ports: Ports, subject: Subject) -> dict[str, Any]:
 def _settled_counters(ports: Ports, serving: str, before: Mapping[str, float], requests: int) -> dict[str, float]:
     """Return the counters once they have moved by the requests sent, or as they are after a few tries."""
     for _ in range(_SETTLE_TRIES):
-        after = ports.engine.counters(serving)
+        after = _counters(ports, serving)
         keys = [f"{role}:sglang_num_requests_total" for role in ("prefill", "decode")]
         if all(after.get(key, 0.0) - before.get(key, 0.0) >= requests for key in keys):
             break
         ports.clock.sleep(0.3)
     return after
+
+
+def _counters(ports: Ports, serving: str) -> dict[str, float]:
+    """Return the engines' counters; one that is not a number is no counter."""
+    return {name: value for name, value in ports.engine.counters(serving).items() if math.isfinite(value)}
 
 
 def throughput_step(ports: Ports, subject: Subject) -> dict[str, Any]:
@@ -153,13 +172,19 @@ def throughput_step(ports: Ports, subject: Subject) -> dict[str, Any]:
 def judge_throughput(ports: Ports, subject: Subject, samples: list[LoadSample]) -> dict[str, Any]:
     """Return the throughput record of given samples: of a load just run, or of stored ones judged anew."""
     release = subject.release
+    samples = sound(samples)
     gpus = release.profile.nodes * release.profile.gpus_per_node
     verdict, figures = throughput_verdict(
         samples, release.gates, read_baseline(ports, release), gpus, ports.site.usd_per_gpu_hour
     )
     kept = put_by_digest(ports.store, "samples", plain(samples))
     values = {figure.metric: figure.value for figure in figures if math.isfinite(figure.value)}
-    extra: dict[str, Any] = {"samples": kept, "figures": values, "scope": figures[0].scope}
+    extra: dict[str, Any] = {
+        "samples": kept,
+        "workload": workload_digest(release),
+        "figures": values,
+        "scope": figures[0].scope,
+    }
     rate, usd = (values.get(name, math.nan) for name in ("e2e_output_tok_per_s", "usd_per_mtok_output_end_to_end"))
     ports.progress.say(
         f"throughput: {rate:.1f} tok/s end to end over {gpus} GPUs, {format_usd(usd)} per 1M output tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -57,15 +58,20 @@ def recorded(ports: Ports, release: str, step: str, act: Callable[[], Mapping[st
     try:
         data = dict(act())
     except K2Error as error:
-        append(ports.store, Record(release, step, FAILED, ports.run, ports.clock.now(), {"error": error.as_data()}))
+        _failed(ports, release, step, error)
         ports.progress.say(f"{step}: failed: {error}")
         raise
     except BaseException as error:
-        unknown = K2Error("K2-UNX-001", f"The step ended with {type(error).__name__}.", where=step)
-        append(ports.store, Record(release, step, FAILED, ports.run, ports.clock.now(), {"error": unknown.as_data()}))
+        _failed(ports, release, step, K2Error("K2-UNX-001", f"The step ended with {type(error).__name__}.", where=step))
         raise
     data.setdefault("outcome", "done")
     append(ports.store, Record(release, step, FINISHED, ports.run, ports.clock.now(), data))
     note = f" - {data['note']}" if data.get("note") else ""
     ports.progress.say(f"{step}: {data['outcome']} in {ports.clock.now() - began:.1f} s{note}")
     return data
+
+
+def _failed(ports: Ports, release: str, step: str, error: K2Error) -> None:
+    """Record a failure. A store that does not answer must not hide it: a step without an end counts as interrupted."""
+    with contextlib.suppress(K2Error):
+        append(ports.store, Record(release, step, FAILED, ports.run, ports.clock.now(), {"error": error.as_data()}))

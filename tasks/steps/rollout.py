@@ -8,11 +8,12 @@ from typing import Any
 from tasks.core.errors import K2Error, NotReadyError, UnavailableError
 from tasks.core.plan import waiting_cost
 from tasks.core.readiness import Readiness, assess, not_ready_error
-from tasks.core.render import ROLE_LABEL, SERVING_LABEL, manifests_digest, render_serving
+from tasks.core.render import ROLE_LABEL, SERVING_LABEL, render_serving
 from tasks.core.spec import ROLES, plain
 from tasks.core.topology import placement_of
 from tasks.steps.capacity import read_nodes
 from tasks.steps.context import Ports, Subject
+from tasks.steps.documents import put_by_digest
 from tasks.steps.staging import require_markers
 
 _POLL_S = 0.5
@@ -40,7 +41,7 @@ def rollout_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict[s
     ports.progress.table("placement", rows, f"Placement of {subject.release.id}")
     return {
         "placement": rows,
-        "manifests_digest": manifests_digest(objects),
+        "manifests_digest": put_by_digest(ports.store, "manifests", list(objects)),
         "objects": len(objects),
         "note": f"{len(rows)} engine pods ready, {readiness.summary}",
     }
@@ -80,13 +81,14 @@ def _look(ports: Ports, subject: Subject, elapsed: float, previous: Readiness | 
     groups = ports.cluster.list_objects("LeaderWorkerSet", {SERVING_LABEL: subject.serving})
     pods = set_pods(ports, subject.serving)
     nodes = ports.cluster.list_objects("Node", ports.site.node_selector)
-    engines_up = all(_is_ready(pod) for pod in pods)
+    engines_up = all(is_ready(pod) for pod in pods)
     # The router is asked only once the pods are ready: before that its Service has no endpoint.
     workers = _workers(ports, subject.serving) if pods and engines_up else None
     return assess(groups, pods, nodes, workers, elapsed, _logs(ports, pods), previous)
 
 
-def _is_ready(pod: dict[str, Any]) -> bool:
+def is_ready(pod: dict[str, Any]) -> bool:
+    """Return whether a pod's own condition says Ready."""
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod.get("status", {}).get("conditions", []))
 
 
@@ -103,7 +105,7 @@ def _logs(ports: Ports, pods: Sequence[dict[str, Any]]) -> dict[str, str]:
     for pod in pods:
         name = pod["metadata"]["name"]
         running = pod.get("status", {}).get("phase") == "Running"
-        if pod["metadata"].get("labels", {}).get(ROLE_LABEL) in ROLES and running and not _is_ready(pod):
+        if pod["metadata"].get("labels", {}).get(ROLE_LABEL) in ROLES and running and not is_ready(pod):
             try:
                 logs[name] = ports.cluster.pod_log(name, "engine", _LOG_LINES)
             except (KeyError, UnavailableError):

@@ -9,7 +9,7 @@ from typing import Any
 from tasks.core.errors import IntegrityError, K2Error, NotReadyError
 from tasks.core.identity import sha256_hex
 from tasks.core.lock import Lock
-from tasks.core.marker import check_marker_against_lock, marker_from_data
+from tasks.core.marker import Marker, check_marker_against_lock, marker_from_data
 from tasks.core.render import render_stage_job, staged_label
 from tasks.core.units import format_bytes
 from tasks.steps.context import Ports, Subject
@@ -32,10 +32,10 @@ def stage_step(ports: Ports, subject: Subject, nodes: Sequence[str], spares: Seq
     total = subject.lock.total_bytes * len(jobs)
     try:
         results = run_jobs(ports, "stage", jobs, total, _STAGE_DEADLINE_S)
+        rows = [_barrier(ports, subject.lock, node, done.message) for node, done in zip(nodes, results, strict=True)]
     except IntegrityError:
         _unlabel(ports, subject.lock, nodes)
         raise
-    rows = [_barrier(ports, subject.lock, node, result.message) for node, result in zip(nodes, results, strict=True)]
     spare_rows = _stage_spares(ports, subject, spares, uids)
     for row in [*rows, *(r for r in spare_rows if r["outcome"] == "verified")]:
         ports.cluster.merge_patch(
@@ -73,7 +73,7 @@ def _barrier(ports: Ports, lock: Lock, node: str, message: Mapping[str, Any]) ->
             expected=str(message.get("marker_sha256")),
         )
     require_markers(ports, lock, [node])
-    marker = marker_from_data(json.loads(data))
+    marker = _parse_marker(data, node)
     return {
         "node": node,
         "outcome": "verified",
@@ -99,7 +99,7 @@ def require_markers(ports: Ports, lock: Lock, nodes: Sequence[str]) -> None:
     """Check that every node's marker covers the lock; IntegrityError names the first that does not (I2)."""
     uids = node_uids(ports, nodes)
     for node in nodes:
-        marker = marker_from_data(json.loads(read_marker_bytes(ports, lock, node)))
+        marker = _parse_marker(read_marker_bytes(ports, lock, node), node)
         check_marker_against_lock(marker, lock, node)
         if marker.node_uid != uids[node]:
             raise IntegrityError(
@@ -109,6 +109,13 @@ def require_markers(ports: Ports, lock: Lock, nodes: Sequence[str]) -> None:
                 got=marker.node_uid,
                 expected=uids[node],
             )
+
+
+def _parse_marker(data: bytes, node: str) -> Marker:
+    try:
+        return marker_from_data(json.loads(data))
+    except ValueError as error:
+        raise IntegrityError("K2-INT-004", "A node's marker is not JSON.", where=node, expected="a marker") from error
 
 
 def _stage_spares(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from tasks.core.errors import ConflictError, NotReadyError, RevertedError, UnavailableError
+from tasks.core.errors import ConflictError, GateError, K2Error, NotReadyError, RevertedError, UnavailableError
 from tasks.core.gates import SMOKE_PROMPTS, grade
-from tasks.core.lease import LEASE, LeaseState, check_fence, lease_spec, read_lease, released, take
+from tasks.core.lease import check_fence
 from tasks.core.render import render_live_route
 from tasks.core.route import (
     HELD,
@@ -37,101 +37,12 @@ from tasks.core.shift import (
 )
 from tasks.ports import BackendCounts
 from tasks.steps.context import Ports, Subject
-
-Outcome = TypeVar("Outcome")
+from tasks.steps.holder import TrafficHolder
 
 _ROUTE_LIVE_TIMEOUT_S = 30.0
-_PROVE_REQUESTS = 40
+_PROVE_REQUESTS = 10
 _PROBE_TIMEOUT_S = 30.0
-
-
-class TrafficHolder:
-    """The right to move traffic: the Lease taken in our name, renewed before each write, and the fence on the route."""
-
-    def __init__(self, ports: Ports) -> None:
-        self._ports = ports
-        self._holder = ports.run
-        self._state: LeaseState | None = None
-
-    @property
-    def generation(self) -> int:
-        """The fencing number of this holder; 0 before the lease was taken."""
-        return self._state.generation if self._state else 0
-
-    def acquire(self, wait_s: float) -> None:
-        """Take the Lease, waiting at most this long for a holder that has stopped renewing to run out.
-
-        Raises:
-            ConflictError: a live holder keeps it (K2-CON-001).
-        """
-        clock = self._ports.clock
-        deadline = clock.now() + wait_s
-        while True:
-            try:
-                self._take()
-                return
-            except ConflictError as error:
-                pause = getattr(error.retry, "seconds", 0.5)
-                if clock.now() + pause > deadline:
-                    raise
-                self._ports.progress.say(
-                    f"shift: waiting {pause:.1f} s for the traffic lease of {error.got or 'a writer'}"
-                )
-                clock.sleep(min(pause, 2.0))
-
-    def renew(self) -> None:
-        """Renew the Lease; ConflictError if somebody has taken it over."""
-        self._take(renew=True)
-
-    def release(self) -> None:
-        """Give the Lease back, so that the next release need not wait; a lost race changes nothing."""
-        obj = self._ports.cluster.get("Lease", LEASE)
-        if obj is not None and read_lease(obj).holder == self._holder:
-            obj["spec"] = lease_spec(released(read_lease(obj)))
-            self._ports.cluster.replace(obj)
-
-    def _take(self, *, renew: bool = False) -> None:
-        site, now = self._ports.site, self._ports.clock.now()
-        obj = self._ports.cluster.get("Lease", LEASE)
-        before = read_lease(obj) if obj else LeaseState("", 0, 0.0, site.lease_duration_s)
-        if renew and before.holder != self._holder:
-            raise ConflictError(
-                "K2-CON-002",
-                "The traffic lease was taken over.",
-                where=f"Lease {LEASE}",
-                got=before.holder or "nobody",
-                expected=self._holder,
-            )
-        after = take(before, self._holder, now, site.lease_duration_s)
-        if obj is None:
-            lease = {
-                "apiVersion": "coordination.k8s.io/v1",
-                "kind": "Lease",
-                "metadata": {"name": LEASE, "namespace": site.namespace},
-                "spec": lease_spec(after),
-            }
-            _, created = self._ports.cluster.create(lease)
-            if not created:
-                raise ConflictError("K2-CON-001", "Another holder was faster.", where=f"Lease {LEASE}")
-        else:
-            obj["spec"] = lease_spec(after)
-            self._ports.cluster.replace(obj)
-        self._state = after
-
-
-def holding(ports: Ports, act: Callable[[TrafficHolder], Outcome]) -> Outcome:
-    """Do something as the one that moves traffic, and give the Lease back afterwards, however it ends.
-
-    Raises:
-        ConflictError: another holder keeps the Lease longer than its own duration plus a little (K2-CON-001).
-    """
-    holder = TrafficHolder(ports)
-    holder.acquire(ports.site.lease_duration_s + 5.0)
-    try:
-        return act(holder)
-    finally:
-        with contextlib.suppress(ConflictError, UnavailableError):
-            holder.release()
+_NO_COUNTS = BackendCounts(math.nan, math.nan)
 
 
 def read_live_route(ports: Ports) -> tuple[RouteState, dict[str, Any]]:
@@ -157,7 +68,9 @@ def write_live_route(ports: Ports, state: RouteState, obj: dict[str, Any], holde
     check_fence(read_route(obj).generation, holder.generation)
     holder.renew()
     backends = [(b.service, weight, b.serving) for b, weight in state.weights()]
-    rendered = render_live_route(ports.templates["live-route"], backends, to_annotations(state), ports.site.namespace)
+    rendered = render_live_route(
+        ports.templates["live-route"], backends, to_annotations(state), ports.site.namespace, ports.site.gateway.name
+    )
     rendered["metadata"]["resourceVersion"] = obj["metadata"]["resourceVersion"]
     written = ports.cluster.replace(rendered)
     _wait_live(ports, int(written["metadata"]["generation"]))
@@ -217,6 +130,7 @@ def shift_step(ports: Ports, subject: Subject, holder: TrafficHolder) -> dict[st
 
     Raises:
         RevertedError: a check failed; traffic is back on the stable set (K2-REV-001) or holds (K2-REV-002).
+        GateError: the candidate does not answer graded probes now, before any user was touched (K2-GAT-001).
         ConflictError: the lease or the route belongs to somebody else.
     """
     plan = subject.release.traffic
@@ -226,15 +140,21 @@ def shift_step(ports: Ports, subject: Subject, holder: TrafficHolder) -> dict[st
         return {"outcome": "unchanged", "history": [], "note": "the route sends everything to this set already"}
     state = _adopt(state, candidate)
     history: list[dict[str, Any]] = []
+    if state.candidate_percent > 0:
+        state = _claim(ports, state, holder)
+        history.append(_row(state, ports.clock.now(), "resumed"))
+    else:
+        _check_candidate(ports, candidate)
     probes: list[Probe] = []
     base = _counts(ports, candidate)
     while True:
-        seen = _observation(ports, probes, base, candidate)
+        seen, base = _observation(ports, probes, base, candidate)
         action = decide(plan, state, seen, ports.clock.now())
         if isinstance(action, Complete):
             return {"history": history, "note": f"{candidate.release} carries all traffic"}
         if isinstance(action, Bake):
-            ports.clock.sleep(min(action.seconds, plan.check_interval_s))
+            # Never so long that the Lease runs out between two renewals.
+            ports.clock.sleep(min(action.seconds, plan.check_interval_s, ports.site.lease_duration_s / 3))
             probes.extend(probe_set(ports, candidate.serving, 2))
             holder.renew()
             _check_still_ours(ports, state)
@@ -254,8 +174,12 @@ def shift_step(ports: Ports, subject: Subject, holder: TrafficHolder) -> dict[st
 
 
 def _adopt(state: RouteState, candidate: Backend) -> RouteState:
-    """Return the state to go on from: an unfinished shift of this candidate is resumed, anything else starts at 0."""
-    if state.candidate == candidate and state.phase == SHIFTING:
+    """Return the state to go on from: an unfinished shift of this candidate is resumed, anything else starts at 0.
+
+    A candidate that was given all traffic because stable did not answer (held) goes on from there: a first step of a
+    few percent would send everybody else back to the dead set.
+    """
+    if state.candidate == candidate and state.phase in (SHIFTING, HELD):
         return state
     if state.candidate is not None and state.candidate_percent > 0 and state.candidate != candidate:
         raise ConflictError(
@@ -269,16 +193,46 @@ def _adopt(state: RouteState, candidate: Backend) -> RouteState:
     return replace(state, candidate=candidate, candidate_percent=0, phase=STABLE, reason="")
 
 
-def _observation(ports: Ports, probes: Sequence[Probe], base: BackendCounts, candidate: Backend) -> Observation:
+def _claim(ports: Ports, state: RouteState, holder: TrafficHolder) -> RouteState:
+    """Write a resumed shift's weights again under this holder's generation, and start its bake anew.
+
+    The write fences off whoever began the shift and may only be asleep; the bake because nobody watched meanwhile.
+    """
+    moved = state.moved(state.candidate_percent, ports.clock.now(), holder.generation)
+    return write_live_route(ports, moved, read_live_route(ports)[1], holder)
+
+
+def _check_candidate(ports: Ports, candidate: Backend) -> None:
+    """Raise GateError if the candidate does not answer right now: its gates may have passed long ago."""
+    probes = probe_set(ports, candidate.serving, 3)
+    wrong = next((probe.wrong for probe in probes if probe.wrong), "")
+    if wrong:
+        raise GateError(
+            "K2-GAT-001",
+            "The candidate does not answer graded probes; no traffic was moved.",
+            where=candidate.service,
+            got=wrong,
+            expected="right answers",
+            hint=f"k2ctl release {candidate.release} (it gates anew what has changed)",
+        )
+
+
+def _observation(
+    ports: Ports, probes: Sequence[Probe], base: BackendCounts, candidate: Backend
+) -> tuple[Observation, BackendCounts]:
+    """Return what was seen since `base`, and the base to go on with; counts that are missing are NaN, never 0 (I8)."""
     now = _counts(ports, candidate)
-    return Observation(tuple(probes), now.requests - base.requests, now.errors - base.errors)
+    if not base.requests <= now.requests or not base.errors <= now.errors:
+        # No base yet, or the gateway has started anew: counted from here on.
+        base = base if math.isnan(now.requests) else now
+    return Observation(tuple(probes), now.requests - base.requests, now.errors - base.errors), base
 
 
 def _counts(ports: Ports, backend: Backend) -> BackendCounts:
     try:
         return ports.stats.counts(backend.service)
     except UnavailableError:
-        return BackendCounts(0.0, 0.0)
+        return _NO_COUNTS
 
 
 def _check_still_ours(ports: Ports, state: RouteState) -> None:
@@ -336,10 +290,14 @@ def _abort(
     ports.progress.table("weights", history, "Weights")
     safe = target.stable if percent == 0 else target.candidate
     details["seconds_to_safety"] = round(ports.clock.now() - detected, 3)
-    details["proved"] = prove_traffic(ports, safe) if safe else {}
+    try:
+        details["proved"] = prove_traffic(ports, safe) if safe else {}
+    except K2Error as error:
+        details["not_proved"] = error.as_data()
+    proved = "proved" in details
     raise RevertedError(
-        "K2-REV-001",
-        f"The shift was reverted: {action.reason}.",
+        "K2-REV-001" if proved else "K2-REV-002",
+        f"The shift was reverted{'' if proved else ', but observed requests do not prove it'}: {action.reason}.",
         where=f"HTTPRoute {LIVE_ROUTE}",
         got=action.reason,
         expected="the checks of the traffic plan",
@@ -357,11 +315,12 @@ def prove_traffic(ports: Ports, backend: Backend) -> dict[str, Any]:
     The route was read back before; this is the proof by observation (I4).
     """
     served: dict[str, int] = {}
-    for _ in range(_PROVE_REQUESTS // 4):
+    for _ in range(_PROVE_REQUESTS):
         answer = ports.engine.ask(
             SMOKE_PROMPTS[0].prompt, serving="", max_tokens=8, stream=False, timeout_s=_PROBE_TIMEOUT_S
         )
-        served[answer.served_by or f"status {answer.status}"] = served.get(answer.served_by, 0) + 1
+        by = answer.served_by or f"status {answer.status}"
+        served[by] = served.get(by, 0) + 1
     expected = backend.serving if backend != PARKING else "parking"
     if set(served) != {expected}:
         raise ConflictError(

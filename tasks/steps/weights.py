@@ -36,8 +36,22 @@ def make_accepted_lock(hub: Hub, repo: str, revision: str) -> tuple[Lock, dict[s
         raise InputError("K2-INP-004", "The revision has no index of its shards.", where=INDEX_FILE)
     if INDEX_FILE not in small:
         small[INDEX_FILE] = _read_small(hub, lock, lock.file(INDEX_FILE))
-    check_index(lock, json.loads(small[INDEX_FILE]))
+    check_index(lock, _parse_index(small[INDEX_FILE]))
     return accept_small_files(lock, {path: sha256_hex(data) for path, data in small.items()}), small
+
+
+def _parse_index(data: bytes) -> dict[str, Any]:
+    try:
+        index = json.loads(data)
+        return {"weight_map": dict(index["weight_map"])}
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            "K2-INP-004",
+            "The index of the shards cannot be read.",
+            where=INDEX_FILE,
+            got=type(error).__name__,
+            expected="a JSON object with a weight_map",
+        ) from error
 
 
 def _read_small(hub: Hub, lock: Lock, file: LockedFile) -> bytes:

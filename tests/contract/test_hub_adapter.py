@@ -226,9 +226,9 @@ def test_a_stream_without_bytes_is_a_stall() -> None:
 
 
 def test_a_short_body_is_found() -> None:
-    with odd_server(lambda handler: send(handler, 200, b"some", Content_Length="100")) as url:
-        with pytest.raises(UnavailableError):
-            list(HfHub(url).open_file(REPO, "a" * 40, "x.bin", 0))
+    short = odd_server(lambda handler: send(handler, 200, b"some", Content_Length="100"))
+    with short as url, pytest.raises(UnavailableError):
+        list(HfHub(url).open_file(REPO, "a" * 40, "x.bin", 0))
 
 
 @pytest.mark.parametrize("body", [b"not json", b"[1]", b'[{"type": "file"}]', b'{"sha": "short"}'])

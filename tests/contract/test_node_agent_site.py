@@ -254,6 +254,18 @@ def test_a_killed_container_is_restarted_and_its_log_kept(site: Site) -> None:
     wait_for("gone", lambda: site.pod("killed") is None)
 
 
+def test_a_condition_that_somebody_else_changed_is_taken_back(site: Site) -> None:
+    site.run_pod("marked", python("import time; time.sleep(600)"))
+    wait_for("ready", lambda: condition(site.pod("marked") or {}, "Ready") == "True")
+    # As the controller manager does to the pods of a node whose lease it could not read for a while.
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/marked/status"
+    patch = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
+    answer = site.plane.admin.request("PATCH", path, patch, content_type="application/strategic-merge-patch+json")
+    assert condition(answer, "Ready") == "False"
+    wait_for("ready again", lambda: condition(site.pod("marked") or {}, "Ready") == "True", 5)
+    site.delete(f"/api/v1/namespaces/{NAMESPACE}/pods/marked")
+
+
 def test_a_failing_init_container_backs_off_and_keeps_the_engine_from_starting(site: Site) -> None:
     init = container(["sh", "-c", "echo marker is wrong >&2; exit 3"], "marker")
     site.run_pod("init", python("print('started')"), initContainers=[init])

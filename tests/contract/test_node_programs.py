@@ -62,9 +62,7 @@ def site(server: objectstore.ObjectStore, tmp_path: Path, request: pytest.Fixtur
         (tmp_path / "checkpoint" / path).write_bytes(data)
     commit = publish(tmp_path / "hub", REPO, tmp_path / "checkpoint")
     digests = {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}
-    lock = make_lock(
-        REPO, commit, [LockedFile(p, len(d), classify(p), sha256=digests[p]) for p, d in files.items()]
-    )
+    lock = make_lock(REPO, commit, [LockedFile(p, len(d), classify(p), sha256=digests[p]) for p, d in files.items()])
     inject = tmp_path / "inject"
     inject.mkdir()
     command = [sys.executable, "-m", "infra.rehearsal.hub", "--root", str(tmp_path / "hub"), "--host", "127.0.0.1"]

@@ -140,7 +140,9 @@ def test_wrong_bytes_twice_fail_and_name_node_and_file(store: FaultyStore, lock:
     assert not [key for key in store.objects if key.startswith("markers/")]
 
 
-@pytest.mark.parametrize("cut", [lambda blocks: (b for b in list(blocks)[:-1]), lambda blocks: iter([*blocks, b"more"])])
+@pytest.mark.parametrize(
+    "cut", [lambda blocks: (b for b in list(blocks)[:-1]), lambda blocks: iter([*blocks, b"more"])]
+)
 def test_a_body_of_another_size_is_refused(
     store: FaultyStore, lock: Lock, tmp_path: Path, cut: Callable[[Iterator[bytes]], Iterator[bytes]]
 ) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.rehearsal.groups import GroupController
-from infra.rehearsal.kubeclient import Connection, KubeClient
+from infra.rehearsal.kubeclient import KubeClient
+from infra.rehearsal.kubeconnection import Connection
 from infra.rehearsal.nodes.agent import AgentError, NodeAgent
 from infra.rehearsal.nodes.launches import SitePaths
 from infra.rehearsal.nodes.machines import Machine, MachineSpec

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from infra.rehearsal.kubeclient import Connection, JsonObject, KubeClient
+from infra.rehearsal.kubeclient import JsonObject, KubeClient
+from infra.rehearsal.kubeconnection import Connection
 from infra.rehearsal.kuberesources import CONFIG_MAPS, SECRETS
 from infra.rehearsal.nodes.commands import TERMINATION_LOG_PATH, PathMap, resolve_argv, resolve_environment
 from infra.rehearsal.nodes.containers import Launch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,8 @@ class ContainerLifecycle:
         code: int | None = None
         while not self._pod.stopping.is_set():
             launch = await self._prepare()
-            if launch is None:
+            # Asked again: whoever stopped the pod meanwhile found no process to stop.
+            if launch is None or self._pod.stopping.is_set():
                 break
             began = time.monotonic()
             code = await self._run_once(launch)
@@ -124,7 +126,7 @@ class ContainerLifecycle:
     def kill(self) -> None:
         """End the running process at once."""
         if self._process is not None:
-            self._process.signal(9)
+            self._process.signal(signal.SIGKILL)
 
     def probe_started(self) -> None:
         """Note that the container has started."""

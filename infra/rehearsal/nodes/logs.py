@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -52,6 +53,7 @@ class LogServer:
         app.router.add_get("/healthz", _healthz)
         app.router.add_get("/pods", self._pods)
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
+        app.router.add_route("*", "/{anything:.*}", _not_here)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         for address in self._by_address:
@@ -93,13 +95,15 @@ class LogServer:
         tail = int(query["tailLines"]) if "tailLines" in query else None
         limit = int(query["limitBytes"]) if "limitBytes" in query else None
         since_s = float(query["sinceSeconds"]) if "sinceSeconds" in query else None
-        async for chunk in read_log(source, tail_lines=tail, follow=follow, since_s=since_s):
-            if limit is not None:
-                chunk, limit = chunk[:limit], limit - len(chunk)
-            await response.write(chunk)
-            if limit is not None and limit <= 0:
-                break
-        await response.write_eof()
+        # Whoever follows a log goes away when he has seen enough.
+        with contextlib.suppress(ConnectionResetError):
+            async for chunk in read_log(source, tail_lines=tail, follow=follow, since_s=since_s):
+                if limit is not None:
+                    chunk, limit = chunk[:limit], limit - len(chunk)
+                await response.write(chunk)
+                if limit is not None and limit <= 0:
+                    break
+            await response.write_eof()
         return response
 
 
@@ -158,3 +162,7 @@ def tail_offset(path: Path, lines: int) -> int:
 
 async def _healthz(_request: web.Request) -> web.Response:
     return web.Response(text="ok")
+
+
+async def _not_here(request: web.Request) -> web.Response:
+    return web.Response(status=501, text=f"the rehearsal's nodes serve logs only, not {request.path}\n")

@@ -17,8 +17,9 @@ from infra.rehearsal.nodes.ledger import ProcessLedger, ProcessRecord, start_tic
 from infra.rehearsal.nodes.lifecycle import ContainerLifecycle, RestartRule
 from infra.rehearsal.nodes.machines import Machine, timestamp
 from infra.rehearsal.nodes.probes import ProbeTarget
+from infra.rehearsal.nodes.recall import recall
 from infra.rehearsal.nodes.reports import EventRecorder
-from infra.rehearsal.nodes.status import ContainerState, PodState, image_id, pod_status, terminated
+from infra.rehearsal.nodes.status import ContainerState, PodState, conditions_differ, image_id, pod_status
 from infra.rehearsal.nodes.volumes import (
     PodVolumes,
     VolumeError,
@@ -30,7 +31,6 @@ from infra.rehearsal.nodes.volumes import (
 _STATUS_DEBOUNCE_S = 0.05
 _RETRY_S = 2.0
 _TOKEN_REFRESH_S = 18 * 3600
-_KILLED_CODE = 137
 _TERMINAL = ("Succeeded", "Failed")
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class PodRunner:
         if self.pod.get("status", {}).get("phase") not in _TERMINAL and not self._deletion_requested():
             self.state.pod_ip = self._address
             self.state.start_time = self.pod.get("status", {}).get("startTime") or timestamp()
-            self._recall()
+            recall(self._init, self._mains, self.pod.get("status", {}))
             self._main = asyncio.create_task(self._guarded())
             self._tasks = [asyncio.create_task(self._write_forever()), asyncio.create_task(self._refresh_tokens())]
             self._services.hosts_changed()
@@ -102,7 +102,11 @@ class PodRunner:
         if int(pod["metadata"]["resourceVersion"]) < int(self.pod["metadata"]["resourceVersion"]):
             return
         self.pod = pod
-        if pod["spec"].get("readinessGates"):
+        if self._written and conditions_differ(pod, self._written):
+            # The controller manager marks the pods of a silent node as not ready; it is for us to take that back.
+            self._written = {}
+            self.changed()
+        elif pod["spec"].get("readinessGates"):
             self.changed()
         if self._deletion_requested():
             self._end()
@@ -377,19 +381,6 @@ class PodRunner:
     def _main_specs(self) -> list[JsonObject]:
         return list(self.pod["spec"]["containers"])
 
-    def _recall(self) -> None:
-        """Carry over what the stored status says of an earlier run, as after a reboot of the node."""
-        status = self.pod.get("status", {})
-        stored = {
-            entry["name"]: entry
-            for kind in ("initContainerStatuses", "containerStatuses")
-            for entry in status.get(kind) or []
-        }
-        for lifecycle in [*self._init, *self._mains]:
-            entry = stored.get(lifecycle.state.name)
-            if entry is not None and entry.get("containerID"):
-                _recall_container(lifecycle, entry, init=lifecycle in self._init)
-
     def _deletion_requested(self) -> bool:
         return "deletionTimestamp" in self.pod["metadata"]
 
@@ -402,30 +393,6 @@ class PodRunner:
             await asyncio.wait_for(self.stopping.wait(), seconds)
         except TimeoutError:
             return
-
-
-def _recall_container(lifecycle: ContainerLifecycle, entry: JsonObject, *, init: bool) -> None:
-    state = lifecycle.state
-    state.restart_count = entry.get("restartCount", 0)
-    state.container_id = entry["containerID"]
-    before = entry.get("state") or {}
-    ended = before if "terminated" in before else entry.get("lastState") or {}
-    if "running" in before:
-        ended = terminated(
-            exit_code=_KILLED_CODE,
-            signal=9,
-            started_at=before["running"].get("startedAt") or timestamp(),
-            finished_at=timestamp(),
-            message="the node stopped while the container ran",
-            container_id=state.container_id,
-        )
-    code = ended["terminated"]["exitCode"] if ended else 0
-    if not init and ended and not lifecycle.restarts_after(code):
-        state.state = ended
-        return
-    state.last_state = ended
-    if "running" in before or not init:
-        state.restart_count += 1
 
 
 async def _discard(run: Awaitable[object]) -> None:

@@ -77,11 +77,17 @@ class ProbeTarget:
     directory: Path
 
     def port(self, value: int | str) -> int:
-        """Return a port given by number or by name."""
+        """Return a port given by number or by name; ValueError for a name that no port has."""
         return self.ports[value] if isinstance(value, str) and value in self.ports else int(value)
 
     async def attempt(self, probe: JsonObject, timeout_s: float) -> ProbeResult:
         """Carry out one probe or hook handler."""
+        try:
+            return await self._attempt(probe, timeout_s)
+        except ValueError as error:
+            return ProbeResult(False, f"the probe cannot be carried out: {error}")
+
+    async def _attempt(self, probe: JsonObject, timeout_s: float) -> ProbeResult:
         if "httpGet" in probe:
             return await self._http(probe["httpGet"], timeout_s)
         if "tcpSocket" in probe:

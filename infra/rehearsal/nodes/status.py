@@ -110,6 +110,14 @@ def pod_status(pod: JsonObject, state: PodState, now: str) -> JsonObject:
     return status
 
 
+def conditions_differ(pod: JsonObject, written: JsonObject) -> bool:
+    """Tell whether somebody else changed a condition, or the phase, that was written."""
+    status = pod.get("status", {})
+    stored = {condition["type"]: condition["status"] for condition in status.get("conditions") or []}
+    ours = written["conditions"]
+    return status.get("phase") != written["phase"] or any(stored.get(one["type"]) != one["status"] for one in ours)
+
+
 def image_id(image: str) -> str:
     """Return the identity of an image: its own digest, or a simulated one made from the reference."""
     if "@sha256:" in image:

@@ -49,7 +49,7 @@ class ObjectReader:
 
 @dataclass(frozen=True)
 class PodVolumes:
-    """Where each volume of a pod lies, and which of them are read from API objects."""
+    """Where each volume of a pod lies."""
 
     places: Mapping[str, Path]
 

@@ -1,0 +1,113 @@
+"""The right to move traffic: one holder at a time, renewed before each write, fenced on the route (I3)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from tasks.core.errors import ConflictError, K2Error
+from tasks.core.lease import LEASE, LeaseState, lease_spec, read_lease, released, take
+from tasks.core.route import LIVE_ROUTE, PREFIX
+from tasks.steps.context import Ports
+
+Outcome = TypeVar("Outcome")
+
+
+class TrafficHolder:
+    """The right to move traffic: the Lease taken in our name, renewed before each write, and the fence on the route."""
+
+    def __init__(self, ports: Ports) -> None:
+        self._ports = ports
+        self._holder = ports.run
+        self._state: LeaseState | None = None
+
+    @property
+    def generation(self) -> int:
+        """The fencing number of this holder; 0 before the lease was taken."""
+        return self._state.generation if self._state else 0
+
+    def acquire(self, wait_s: float) -> None:
+        """Take the Lease, waiting at most this long for a holder that has stopped renewing to run out.
+
+        Raises:
+            ConflictError: a live holder keeps it (K2-CON-001).
+        """
+        clock = self._ports.clock
+        deadline = clock.now() + wait_s
+        while True:
+            try:
+                self._take()
+                return
+            except ConflictError as error:
+                pause = getattr(error.retry, "seconds", 0.5)
+                if clock.now() + pause > deadline:
+                    raise
+                self._ports.progress.say(
+                    f"shift: waiting {pause:.1f} s for the traffic lease of {error.got or 'a writer'}"
+                )
+                clock.sleep(min(pause, 2.0))
+
+    def renew(self) -> None:
+        """Renew the Lease; ConflictError if somebody has taken it over."""
+        self._take(renew=True)
+
+    def release(self) -> None:
+        """Give the Lease back, so that the next release need not wait; a lost race changes nothing."""
+        obj = self._ports.cluster.get("Lease", LEASE)
+        if obj is not None and read_lease(obj).holder == self._holder:
+            obj["spec"] = lease_spec(released(read_lease(obj)))
+            self._ports.cluster.replace(obj)
+
+    def _take(self, *, renew: bool = False) -> None:
+        site, now = self._ports.site, self._ports.clock.now()
+        obj = self._ports.cluster.get("Lease", LEASE)
+        # A Lease that somebody deleted starts again above what is on the route, or its holder would be fenced off.
+        before = read_lease(obj) if obj else LeaseState("", self._route_generation(), 0.0, site.lease_duration_s)
+        if not renew and before.holder == self._holder:
+            # The same flow run, started again: the process that died (or only sleeps) is fenced off as any other is.
+            before = released(before)
+        if renew and (before.holder, before.generation) != (self._holder, self.generation):
+            raise ConflictError(
+                "K2-CON-002",
+                "The traffic lease was taken over.",
+                where=f"Lease {LEASE}",
+                got=before.holder or "nobody",
+                expected=self._holder,
+            )
+        after = take(before, self._holder, now, site.lease_duration_s)
+        if obj is None:
+            lease = {
+                "apiVersion": "coordination.k8s.io/v1",
+                "kind": "Lease",
+                "metadata": {"name": LEASE, "namespace": site.namespace},
+                "spec": lease_spec(after),
+            }
+            _, created = self._ports.cluster.create(lease)
+            if not created:
+                raise ConflictError("K2-CON-001", "Another holder was faster.", where=f"Lease {LEASE}")
+        else:
+            obj["spec"] = lease_spec(after)
+            self._ports.cluster.replace(obj)
+        self._state = after
+
+    def _route_generation(self) -> int:
+        route = self._ports.cluster.get("HTTPRoute", LIVE_ROUTE) or {}
+        annotations = route.get("metadata", {}).get("annotations") or {}
+        text = str(annotations.get(PREFIX + "generation", ""))
+        return int(text) if text.isdigit() else 0
+
+
+def holding(ports: Ports, act: Callable[[TrafficHolder], Outcome]) -> Outcome:
+    """Do something as the one that moves traffic, and give the Lease back afterwards, however it ends.
+
+    Raises:
+        ConflictError: another holder keeps the Lease longer than its own duration plus a little (K2-CON-001).
+    """
+    holder = TrafficHolder(ports)
+    holder.acquire(ports.site.lease_duration_s + 5.0)
+    try:
+        return act(holder)
+    finally:
+        with contextlib.suppress(K2Error, KeyError):
+            holder.release()
