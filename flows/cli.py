@@ -163,6 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `k2ctl` and return its exit code."""
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.ERROR, stream=sys.stderr)
+    # What a flow says is shown by the command itself; the libraries' own lines only with -v.
+    logging.getLogger("prefect").propagate = args.verbose
     os.environ.setdefault("DO_NOT_TRACK", "1")
     try:
         return int(args.run(args))

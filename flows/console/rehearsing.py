@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.console.reports import print_json
-from flows.console.submission import say, submit, use_api
+from flows.console.submission import say, show_steps_here, submit, use_api
 from tasks import wiring
 from tasks.core.errors import ExitCode, InputError, K2Error
 from tasks.core.ledger import STEPS
@@ -149,6 +149,7 @@ class Rehearsal:
         worker.join()
 
     def _run_here(self, name: str, parameters: dict[str, Any]) -> None:
+        show_steps_here()
         from flows.promote import promote
         from flows.release import release
 
@@ -201,7 +202,7 @@ class Rehearsal:
         route, _ = read_live_route(ports)
         live, _ = get_live(ports.store)
         if result.receipt:
-            path = self._site.directory / "receipt.json"
+            path = _results_directory() / f"{result.release}.receipt.json"
             path.write_text(json.dumps(get_receipt(ports.store, result.release), indent=1))
             result.receipt = str(path)
         document = {
@@ -223,11 +224,18 @@ class Rehearsal:
             "simulated": list(ports.site.simulated),
             "real": self._site.real_parts(),
         }
-        (self._site.directory / "result.json").write_text(json.dumps(document, indent=1))
+        (_results_directory() / "result.json").write_text(json.dumps(document, indent=1))
         if self._args.json:
             print_json(document)
         else:
             _print_result(document)
+
+
+def _results_directory() -> Path:
+    """Return where results and receipts outlive the site's own directory."""
+    directory = wiring.last_rehearsal_site().parent
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def _print_result(document: dict[str, Any]) -> None:

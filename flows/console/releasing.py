@@ -7,7 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 from flows.console.reports import connect, print_json, summary
-from flows.console.submission import Ended, say, submit, use_api
+from flows.console.submission import Ended, say, show_steps_here, submit, use_api
 from tasks import wiring
 from tasks.core.errors import ExitCode, InputError
 from tasks.core.spec import Site
@@ -80,6 +80,7 @@ def _run(args: Namespace, site: Site, name: str, release_id: str, parameters: di
 def _run_here(site: Site, name: str, parameters: dict[str, Any]) -> Ended:
     if site.prefect_api_url:
         use_api(site)
+    show_steps_here()
     from flows.promote import promote as promote_flow
     from flows.release import release as release_flow
     from flows.retire import retire as retire_flow

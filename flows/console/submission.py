@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from tasks.wiring import open_store
 
 _POLL_S = 0.5
 _QUEUE_NOTE_S = 15.0
+_LAST_LINES_S = 4.0
 _GONE_STATES = ("CRASHED", "CANCELLED")
 
 
@@ -38,6 +40,23 @@ def use_api(site: Site) -> None:
 
     # The settings were read when prefect was imported, before the site was known.
     refresh_global_settings_context()
+
+
+class _LinesOfSteps(logging.Handler):
+    """Shows what steps say while a flow runs in this process, as its log does when it runs elsewhere."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line, without Prefect's own about states."""
+        message = record.getMessage()
+        if not message.startswith("Finished in state"):
+            say(f"  {message}")
+
+
+def show_steps_here() -> None:
+    """Let steps of flows in this process speak on standard error; called again it changes nothing."""
+    logger = logging.getLogger("prefect.task_runs")
+    if not any(isinstance(handler, _LinesOfSteps) for handler in logger.handlers):
+        logger.addHandler(_LinesOfSteps(logging.INFO))
 
 
 def submit(site: Site, deployment: str, release_id: str, parameters: dict[str, Any]) -> Ended:
@@ -83,10 +102,9 @@ def _follow(client: Any, run_id: UUID) -> str:
     while True:
         run = client.read_flow_run(run_id)
         final = run.state is not None and run.state.is_final()
-        if final:
-            time.sleep(_POLL_S)  # the log handler sends its last batch when the process ends
         shown += _print_logs(client, run_id, shown)
         if final:
+            _print_rest(client, run_id, shown)
             return str(run.state.type.value)
         if run.state is not None and run.state.name == "AwaitingConcurrencySlot" and not noted:
             noted = True
@@ -97,6 +115,17 @@ def _follow(client: Any, run_id: UUID) -> str:
         time.sleep(_POLL_S)
 
 
+def _print_rest(client: Any, run_id: UUID, shown: int) -> None:
+    """Print what the run still had to say: its process sends its last lines after its last state."""
+    deadline = time.monotonic() + _LAST_LINES_S
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        more = _print_logs(client, run_id, shown)
+        if not more and shown:
+            return
+        shown += more
+
+
 def _print_logs(client: Any, run_id: UUID, skip: int) -> int:
     from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
     from prefect.client.schemas.sorting import LogSort
@@ -105,7 +134,7 @@ def _print_logs(client: Any, run_id: UUID, skip: int) -> int:
         LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id])), limit=200, offset=skip, sort=LogSort.TIMESTAMP_ASC
     )
     for line in lines:
-        if line.name.startswith("prefect.task_runs") or line.name == "k2":
+        if line.name.startswith("prefect.task_runs") and not line.message.startswith("Finished in state"):
             say(f"  {line.message}")
     return len(lines)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import resource
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from infra.rehearsal import apiserver, crds, objectstore, orchestrator
+from infra.rehearsal import apiserver, crds, inventory, objectstore, orchestrator
 from infra.rehearsal.addresses import SubnetLease, free_ports
 from infra.rehearsal.apiserver import ControlPlane
 from infra.rehearsal.binaries import ControlPlaneBinaries, ensure_control_plane
@@ -118,6 +117,7 @@ class RehearsalSite:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         self._deploy_cpu_s += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         self.supervisor.wait_ready(worker)
+        self._versions[worker.name] = self.prefect.version
 
     def start_client(self, rate_per_s: float) -> Path:
         """Start the client that sends user traffic the whole time; return the path of its report."""
@@ -316,20 +316,12 @@ class RehearsalSite:
 
     def real_parts(self) -> list[dict[str, Any]]:
         """Return every real server with pid, executable and its sha256, version as the process says it, and address."""
-        rows = []
-        for child in self.supervisor.children:
-            executable = Path(f"/proc/{child.pid}/exe").resolve()
-            rows.append(
-                {
-                    "name": child.name,
-                    "pid": child.pid,
-                    "executable": str(executable),
-                    "sha256": file_sha256(executable),
-                    "version": self._versions.get(child.name, ""),
-                    "address": child.spec.address,
-                }
-            )
-        return rows
+        rows = [
+            inventory.describe(child.name, child.pid, self._versions[child.name], child.spec.address)
+            for child in self.supervisor.children
+            if child.name in self._versions
+        ]
+        return [*rows, inventory.envoy_row(self.directory, self.stats_url), *inventory.router_rows(self.directory)]
 
 
 def _results(*futures: Future[None]) -> None:
@@ -345,12 +337,6 @@ def _answers(url: str) -> Callable[[], bool]:
             return int(answer.status) == 200
 
     return check
-
-
-def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def prepare(report: Report) -> ControlPlaneBinaries:

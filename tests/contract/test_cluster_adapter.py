@@ -18,7 +18,8 @@ from infra.rehearsal import apiserver, crds
 from infra.rehearsal.binaries import ensure_control_plane
 from infra.rehearsal.processes import Supervisor
 from tasks.adapters import cluster as adapter
-from tasks.adapters.cluster import KINDS, KubeCluster
+from tasks.adapters.cluster import KubeCluster
+from tasks.adapters.kinds import KINDS
 from tasks.core.errors import After, ConflictError, InputError, K2Error, Never, UnavailableError
 
 pytestmark = [pytest.mark.site, pytest.mark.timeout(300)]
