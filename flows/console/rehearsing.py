@@ -126,18 +126,18 @@ class Rehearsal:
 
     def _set_up(self) -> None:
         """Make the base objects and the releases; from here on the pipeline has only its own rights."""
-        from infra.rehearsal.releases import images, release_data, write_release
+        from infra.rehearsal.releases import images, release_data, traffic, write_release
 
         set_up_site(self._ports(), load_base(), images()["tool"])
         self._site.use_pipeline_account()
         releases = self._site.directory / "releases"
-        old = release_data(self._old, self._site.revisions["old"], self._profile)
+        old = release_data(self._old, self._site.revisions["old"], self._profile, traffic=traffic(bake_s=0.5))
         new = release_data(self._new, self._site.revisions["new"], self._profile)
         for data in (old, new):
             write_release(releases, data)
 
     def _start_life(self) -> None:
-        """Make the older release live (unless --first), with the worker coming up meanwhile, then let users in."""
+        """Make the older release live (unless --first) while the worker comes up, then let users in."""
         worker = threading.Thread(target=self._site.start_worker)
         worker.start()
         if not self._args.first:
@@ -157,7 +157,7 @@ class Rehearsal:
         flow(**parameters, site=str(self._site.site_path))
 
     def _release(self, result: Outcome) -> None:
-        """Take the candidate through release and promote as deployments, with the injections, and fill in the result."""
+        """Take the candidate through release and promote as deployments, with the injections."""
         site = self._ports().site
         with Injector(self._site, self._args.inject, self._ports):
             try:
@@ -216,6 +216,7 @@ class Rehearsal:
             "client": result.client,
             "live": live["release"] if live else None,
             "route": {backend.release: weight for backend, weight in route.weights()},
+            "parked": self._site.parked_answer(),
             "wall_s": result.wall_s,
             "cpu_s": result.cpu_s,
             "one_time_build_s": result.built_s,
@@ -357,13 +358,26 @@ class Injector:
             self._site.inject("engine-slow", {"pod_prefix": f"k2-{serving[:8]}-", "factor": 40})
             say("inject: at 10% the candidate's engines become 40 times slower")
             return True
-        pods = ports.cluster.list_objects("Pod", {"k2-release.io/serving": serving, "k2-release.io/role": "decode"})
-        node = next((pod["spec"].get("nodeName") for pod in pods if pod["spec"].get("nodeName")), None)
+        node = _node_of_candidate_alone(ports, serving)
         if node is None:
             return False
         self._site.inject("node-lost", {"node": node})
         say(f"inject: node {node} stops answering")
         return True
+
+
+def _node_of_candidate_alone(ports: Ports, serving: str) -> str | None:
+    """Return a node that runs a decode pod of the candidate and nothing of any other set: users must not feel it."""
+    pods = ports.cluster.list_objects("Pod")
+    labels = [(pod["spec"].get("nodeName"), pod["metadata"].get("labels", {})) for pod in pods]
+    taken = {n for n, tags in labels if tags.get("k2-release.io/serving") not in (None, serving)}
+    taken |= {n for n, tags in labels if tags.get("k2-release.io/role") == "parking"}
+    own = {
+        n
+        for n, tags in labels
+        if tags.get("k2-release.io/serving") == serving and tags.get("k2-release.io/role") == "decode"
+    }
+    return min((n for n in own - taken if n), default=None)
 
 
 def _keep(site: Any, args: Namespace) -> None:

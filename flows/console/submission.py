@@ -20,6 +20,7 @@ from tasks.wiring import open_store
 _POLL_S = 0.5
 _QUEUE_NOTE_S = 15.0
 _LAST_LINES_S = 4.0
+_FINISHED = "Finished in state"
 _GONE_STATES = ("CRASHED", "CANCELLED")
 
 
@@ -48,7 +49,7 @@ class _LinesOfSteps(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line, without Prefect's own about states."""
         message = record.getMessage()
-        if not message.startswith("Finished in state"):
+        if record.levelno == logging.INFO and not _is_state(message):
             say(f"  {message}")
 
 
@@ -102,7 +103,7 @@ def _follow(client: Any, run_id: UUID) -> str:
     while True:
         run = client.read_flow_run(run_id)
         final = run.state is not None and run.state.is_final()
-        shown += _print_logs(client, run_id, shown)
+        shown += len(_print_logs(client, run_id, shown))
         if final:
             _print_rest(client, run_id, shown)
             return str(run.state.type.value)
@@ -119,24 +120,25 @@ def _print_rest(client: Any, run_id: UUID, shown: int) -> None:
     """Print what the run still had to say: its process sends its last lines after its last state."""
     deadline = time.monotonic() + _LAST_LINES_S
     while time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        more = _print_logs(client, run_id, shown)
-        if not more and shown:
+        lines = _print_logs(client, run_id, shown)
+        if any(line.name == "prefect.flow_runs" and line.message.startswith(_FINISHED) for line in lines):
             return
-        shown += more
+        shown += len(lines)
+        time.sleep(_POLL_S / 2)
 
 
-def _print_logs(client: Any, run_id: UUID, skip: int) -> int:
+def _print_logs(client: Any, run_id: UUID, skip: int) -> list[Any]:
+    """Print the log lines of steps after the first `skip` lines, and return all of those lines."""
     from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
     from prefect.client.schemas.sorting import LogSort
 
-    lines = client.read_logs(
+    lines: list[Any] = client.read_logs(
         LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id])), limit=200, offset=skip, sort=LogSort.TIMESTAMP_ASC
     )
     for line in lines:
-        if line.name.startswith("prefect.task_runs") and not line.message.startswith("Finished in state"):
+        if line.name.startswith("prefect.task_runs") and line.level == logging.INFO and not _is_state(line.message):
             say(f"  {line.message}")
-    return len(lines)
+    return lines
 
 
 def _outcome(site: Site, release_id: str, run: str, state: str) -> dict[str, Any]:
@@ -163,6 +165,11 @@ def _outcome(site: Site, release_id: str, run: str, state: str) -> dict[str, Any
         got=state.lower(),
         expected="a record of its end",
     )
+
+
+def _is_state(message: str) -> bool:
+    """Return whether a line is Prefect's own about a state; failures are shown as our errors, not as tracebacks."""
+    return message.startswith(_FINISHED)
 
 
 def say(line: str) -> None:

@@ -44,16 +44,21 @@ def release_data(release_id: str, revision: str, profile: str, **changes: Any) -
         "images": images(),
         "profile": profile,
         "gates": gates(),
-        "traffic": {
-            "steps_percent": [1, 10, 50, 100],
-            "bake_s": 4.0,
-            "check_interval_s": 1.0,
-            "min_samples": 4,
-            "max_error_share": 0.1,
-            "max_p95_s": 5.0,
-        },
+        "traffic": traffic(),
         "retention": {"hold_s": 3.0},
         **changes,
+    }
+
+
+def traffic(bake_s: float = 4.0) -> dict[str, Any]:
+    """Return the traffic plan of a rehearsal: production's steps, seconds where production has minutes."""
+    return {
+        "steps_percent": [1, 10, 50, 100],
+        "bake_s": bake_s,
+        "check_interval_s": min(1.0, bake_s / 2),
+        "min_samples": 4,
+        "max_error_share": 0.1,
+        "max_p95_s": 5.0,
     }
 
 

@@ -7,6 +7,8 @@ import resource
 import shutil
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -160,10 +162,17 @@ class RehearsalSite:
 
     def hub_stats(self) -> dict[str, Any]:
         """Return what the Hub has served so far."""
-        import urllib.request
-
         with urllib.request.urlopen(f"{self.hub_url}/_rehearsal/stats", timeout=10) as answer:  # noqa: S310 (own server)
             return dict(json.loads(answer.read()))
+
+    def parked_answer(self) -> dict[str, Any] | None:
+        """Return what a user gets who is answered by nobody but the parking backend; None if somebody serves."""
+        request = urllib.request.Request(f"{self.gateway_url}/v1/models")  # noqa: S310 (a loopback address of our own)
+        try:
+            urllib.request.urlopen(request, timeout=10).close()  # noqa: S310
+        except urllib.error.HTTPError as error:
+            return {"status": error.code, "retry_after": error.headers.get("Retry-After", "")}
+        return None
 
     def _timed(self, what: str, act: Callable[[], None]) -> None:
         began = time.monotonic()
@@ -330,8 +339,6 @@ def _results(*futures: Future[None]) -> None:
 
 
 def _answers(url: str) -> Callable[[], bool]:
-    import urllib.request
-
     def check() -> bool:
         with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310 (a loopback address of our own)
             return int(answer.status) == 200

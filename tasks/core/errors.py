@@ -257,7 +257,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
 )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class K2Error(Exception):
     """A failure that its reader can act on.
 
@@ -291,6 +291,9 @@ class K2Error(Exception):
     def exit_code(self) -> ExitCode:
         """The exit code of `k2ctl` for this error."""
         return CATALOGUE[self.code].exit_code
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self})"
 
     def __str__(self) -> str:
         """Return one line: code, summary, where, got/expected."""

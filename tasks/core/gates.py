@@ -13,6 +13,7 @@ from tasks.core.samples import Answer, LoadSample
 from tasks.core.spec import GatePolicy, Limit, plain
 
 PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
+NO_ERRORS = Limit("e2e_error_share", "<=", 0.0, "share")
 
 
 @dataclass(frozen=True)
@@ -239,10 +240,16 @@ def throughput_verdict(
     )
     parts = (
         count,
-        *(limit_verdict(limit, by_name, digest) for limit in policy.limits),
+        *(limit_verdict(limit, by_name, digest) for limit in _limits(policy)),
         baseline_verdict(by_name, baseline, policy.baseline_ratio, digest),
     )
     return all_of("throughput", parts, digest), figures
+
+
+def _limits(policy: GatePolicy) -> tuple[Limit, ...]:
+    """Return the policy's limits; one that says nothing of failed requests allows none."""
+    silent = all(limit.metric != NO_ERRORS.metric for limit in policy.limits)
+    return (*policy.limits, NO_ERRORS) if silent else policy.limits
 
 
 def sound(samples: Sequence[LoadSample]) -> list[LoadSample]:

@@ -45,7 +45,7 @@ def end_to_end_figures(samples: Sequence[LoadSample], gpus: int, usd_per_gpu_hou
     requests_rate = len(good) / span_s if span_s > 0 else math.nan
     usd = gpus * usd_per_gpu_hour / (rate * 3600) * 1e6 if rate > 0 else math.nan
     scope = f"end to end, {gpus} GPUs (prefill and decode), {len(samples)} requests"
-    error_share = 1 - len(good) / len(samples) if samples else math.nan
+    error_share = (len(samples) - len(good)) / len(samples) if samples else math.nan
     rows = (
         ("e2e_output_tok_per_s", rate, "tok/s"),
         ("e2e_requests_per_s", requests_rate, "requests/s"),

@@ -24,6 +24,7 @@ class MemoryCluster:
         self.writes: list[str] = []
         self.controllers: list[Controller] = []
         self._version = 0
+        self._applied: dict[tuple[str, str], Object] = {}
 
     def get(self, kind: str, name: str) -> Object | None:
         return copy.deepcopy(self.objects.get((kind, name)))
@@ -35,9 +36,12 @@ class MemoryCluster:
 
     def apply(self, obj: Object, *, dry_run: bool = False) -> Object:
         key = _key(obj)
-        there = self.objects.get(key)
-        wanted = _merged(there or {}, {k: v for k, v in obj.items() if k != "status"})
-        return wanted if dry_run else self._store("apply", key, wanted)
+        kept = _without(self.objects.get(key, {}), self._applied.get(key, {}), obj)
+        wanted = _merged(kept, {k: v for k, v in obj.items() if k != "status"})
+        if dry_run:
+            return wanted
+        self._applied[key] = copy.deepcopy(obj)
+        return self._store("apply", key, wanted)
 
     def create(self, obj: Object) -> tuple[Object, bool]:
         key = _key(obj)
@@ -62,6 +66,7 @@ class MemoryCluster:
         there = self.objects.get((kind, name))
         if there is not None and uid in ("", there["metadata"]["uid"]):
             del self.objects[kind, name]
+            self._applied.pop((kind, name), None)
             self.writes.append(f"delete {kind}/{name}")
             self._tell("delete", there)
 
@@ -113,6 +118,17 @@ def _key(obj: Object) -> tuple[str, str]:
     if not obj.get("apiVersion") or not obj.get("kind") or not obj.get("metadata", {}).get("name"):
         raise InputError("K2-INP-008", "An object needs apiVersion, kind and a name.", where=str(obj)[:80])
     return obj["kind"], obj["metadata"]["name"]
+
+
+def _without(there: Object, before: Object, now: Object) -> Object:
+    """Return an object without the fields that we applied before and do not apply any more."""
+    result = dict(copy.deepcopy(there))
+    for key, value in before.items():
+        if key not in now:
+            result.pop(key, None)
+        elif isinstance(value, dict) and isinstance(now[key], dict) and isinstance(result.get(key), dict):
+            result[key] = _without(result[key], value, now[key])
+    return result
 
 
 def _merged(base: Object, over: Object) -> Object:

@@ -25,7 +25,6 @@ HELP_COLUMNS = "100"
 
 _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
-_PARTS = re.compile(r"\s(?:\||&&|;|&|>)(?:\s|$)|;|\)")
 
 
 def _name(path: Path) -> str:
@@ -47,12 +46,23 @@ def _spans(text: str) -> list[str]:
 
 def _commands(line: str, program: str) -> list[list[str]]:
     """Return the words after `program` of each command of a line of shell that runs it."""
-    found = []
-    for part in _PARTS.split(line.split(" #")[0]):
-        words = shlex.split(part.replace("until ", "").replace("$(", "")) if "'" not in line or part.count("'") != 1 else []
-        if words and words[0] == program:
-            found.append(words[1:])
-    return found
+    if program not in line:
+        return []
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    found: list[list[str]] = []
+    at_start, taking = True, False
+    for word in lexer:
+        if set(word) <= set("();<>|&"):
+            at_start, taking = True, False
+        elif at_start and word == program:
+            found.append([])
+            at_start, taking = False, True
+        elif taking:
+            found[-1].append(word)
+        else:
+            at_start = word in ("until", "do", "$", "then")
+    return [words for words in found if words]
 
 
 def _subparsers() -> dict[str, argparse.ArgumentParser]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from infra.rehearsal.gateway.admin import EnvoyError
 from infra.rehearsal.gateway.bootstrap import Address
 from infra.rehearsal.gateway.controller import run
-from infra.rehearsal.kubeclient import Connection
+from infra.rehearsal.kubeconnection import Connection
 
 
 def _arguments() -> argparse.Namespace:

@@ -19,7 +19,8 @@ from infra.rehearsal.gateway.parents import GATEWAY_GROUP, our_classes, our_gate
 from infra.rehearsal.gateway.routes import Object
 from infra.rehearsal.gateway.status import class_status, gateway_status, route_status
 from infra.rehearsal.gateway.translate import Outcome, Translation, World, translate
-from infra.rehearsal.kubeclient import Connection, KubeClient, KubeError
+from infra.rehearsal.kubeclient import KubeClient, KubeError
+from infra.rehearsal.kubeconnection import Connection
 from infra.rehearsal.kuberesources import PODS, SERVICES, Resource
 
 CONTROLLER = "k2-release.io/rehearsal-gateway"

@@ -1,0 +1,197 @@
+"""A whole rehearsal, and what must hold on the site that it leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.rehearsal.conftest import Site
+
+NEW = "k2-rehearsal-2"
+
+
+def test_document(promoted: tuple[Site, dict[str, Any]]) -> None:
+    _, document = promoted
+    assert document["outcome"] == "promoted"
+    assert document["release"] == NEW
+    assert Path(document["receipt"]).is_file()
+    assert {"name", "outcome", "seconds"} <= document["steps"][0].keys()
+    names = [step["name"] for step in document["steps"]]
+    assert names == [
+        "lock",
+        "plan",
+        "preflight",
+        "pull",
+        "stage",
+        "rollout",
+        "warm",
+        "smoke",
+        "throughput",
+        "approve",
+        "shift",
+        "promote",
+    ]
+    assert document["client"]["requests"] >= 1000
+    assert document["client"]["failed"] == 0
+    assert document["client"]["cut_streams"] == 0
+    assert document["simulated"]
+    assert document["live"] == NEW
+
+
+def test_what_is_said_to_be_real_runs(promoted: tuple[Site, dict[str, Any]]) -> None:
+    """Each row of `real` is checked against /proc while the process runs."""
+    _, document = promoted
+    names = {row["name"].split(" (")[0] for row in document["real"]}
+    assert {
+        "etcd",
+        "kube-apiserver",
+        "kube-controller-manager",
+        "kube-scheduler",
+        "object-store",
+        "prefect-server",
+        "prefect-worker",
+        "envoy",
+        "sglang-router",
+    } <= names
+    for row in document["real"]:
+        executable = Path(f"/proc/{row['pid']}/exe")
+        assert os.readlink(executable) == row["executable"], row
+        with executable.open("rb") as file:
+            assert hashlib.file_digest(file, "sha256").hexdigest() == row["sha256"], row
+        assert row["version"]
+        assert row["address"]
+        assert "infra.rehearsal" not in Path(f"/proc/{row['pid']}/cmdline").read_text(), row
+
+
+def test_kubectl_logs_reach_the_engine(promoted: tuple[Site, dict[str, Any]]) -> None:
+    site, _ = promoted
+    ports = site.ports()
+    pod = next(p for p in ports.cluster.list_objects("Pod", {"k2-release.io/role": "decode"}))
+    assert "fired up" in ports.cluster.pod_log(pod["metadata"]["name"], "engine", 400)
+
+
+def test_engines_carry_the_marker_check_and_the_label(promoted: tuple[Site, dict[str, Any]]) -> None:
+    """I2: every engine pod, whoever created it, waits for the marker check and runs only on labelled nodes."""
+    site, _ = promoted
+    pods = [
+        p
+        for role in ("prefill", "decode")
+        for p in site.ports().cluster.list_objects("Pod", {"k2-release.io/role": role})
+    ]
+    assert len(pods) == 6
+    for pod in pods:
+        checks = [c["command"] for c in pod["spec"]["initContainers"]]
+        assert ["python", "-m", "tasks.node.marker_check"] in checks
+        assert "staged.k2-release.io/" in json.dumps(pod["spec"]["affinity"]["nodeAffinity"])
+
+
+def _versions(site: Site) -> dict[str, str]:
+    """resourceVersion of every object that a release may touch; nodes by labels, as their status beats."""
+    cluster = site.ports().cluster
+    kinds = ("Pod", "Service", "Deployment", "Job", "LeaderWorkerSet", "HTTPRoute", "Lease", "ConfigMap")
+    found = {
+        f"{kind}/{o['metadata']['name']}": str(o["metadata"]["resourceVersion"])
+        for kind in kinds
+        for o in cluster.list_objects(kind)
+    }
+    found |= {
+        f"Node/{n['metadata']['name']}": json.dumps(n["metadata"]["labels"], sort_keys=True)
+        for n in cluster.list_objects("Node")
+    }
+    return found
+
+
+def test_same_release_again_changes_nothing(promoted: tuple[Site, dict[str, Any]]) -> None:
+    site, _ = promoted
+    before, pulled = _versions(site), site.hub_bytes()
+    listing = {o.key: o.etag for o in site.ports().store.list_objects("") if not o.key.startswith("ledger/")}
+    run = site.k2ctl("release", NEW, "-y", "--json")
+    assert run.code == 0, run.err
+    assert run.data()["outcome"] == "unchanged"
+    assert _versions(site) == before
+    # The lock is made anew from the Hub: its small files are read, no shard is.
+    assert site.hub_bytes() - pulled < 20_000_000
+    assert {o.key: o.etag for o in site.ports().store.list_objects("") if not o.key.startswith("ledger/")} == listing
+
+
+def test_only_a_gate_limit_starts_no_pod(promoted: tuple[Site, dict[str, Any]]) -> None:
+    site, _ = promoted
+    gates = site.gates(NEW)
+    gates["limits"][0]["value"] += 1
+    release = site.release(NEW, "k2-limit", gates=gates)
+    plan = site.k2ctl("plan", release, "--json").data()
+    assert (plan["change"], plan["pods_started"], plan["shifts_traffic"], plan["bytes_to_stage"]) == (
+        "policy",
+        0,
+        False,
+        0,
+    )
+    before = {
+        k: v for k, v in _versions(site).items() if k.startswith(("Pod/", "LeaderWorkerSet/", "Deployment/", "Job/"))
+    }
+    run = site.k2ctl("release", release, "-y", "--json")
+    assert run.code == 0, run.err
+    assert run.data()["outcome"] == "promoted"
+    after = {
+        k: v for k, v in _versions(site).items() if k.startswith(("Pod/", "LeaderWorkerSet/", "Deployment/", "Job/"))
+    }
+    assert after == before
+    assert site.k2ctl("receipt", release, "--verify").code == 0
+
+
+def test_a_limit_that_the_live_samples_miss_is_refused(promoted: tuple[Site, dict[str, Any]]) -> None:
+    site, _ = promoted
+    gates = site.gates(NEW)
+    gates["limits"][0]["value"] = 1e9
+    run = site.k2ctl("release", site.release(NEW, "k2-limit-too-high", gates=gates), "-y", "--json")
+    assert run.code == 4, run.err
+    assert "e2e_output_tok_per_s" in run.data()["error"]["got"]
+
+
+def test_only_arguments_move_no_byte_of_weights(promoted: tuple[Site, dict[str, Any]]) -> None:
+    site, _ = promoted
+    assert site.k2ctl("retire", "k2-rehearsal-1", "-y").code == 0
+    release = site.release(NEW, "k2-arguments", args={"decode": {"mem-fraction-static": 0.62}})
+    plan = site.k2ctl("plan", release, "--json").data()
+    assert (plan["change"], plan["bytes_to_pull"], plan["bytes_to_stage"]) == ("arguments", 0, 0)
+    before = _weights(site.directory)
+    run = site.k2ctl("release", release, "-y", "--json")
+    assert run.code == 0, run.err
+    assert run.data()["outcome"] == "promoted"
+    assert _weights(site.directory) == before
+    assert site.client()["failed"] == 0
+
+
+def _weights(directory: Path) -> dict[str, tuple[int, int]]:
+    """Inode and mtime of every weight file on every node."""
+    return {
+        str(p): (p.stat().st_ino, p.stat().st_mtime_ns)
+        for p in directory.glob("nodes/*/mnt/nvme/k2/*/*/*")
+        if not p.name.startswith(".")
+    }
+
+
+def test_receipt_verifies_until_a_byte_changes(promoted: tuple[Site, dict[str, Any]]) -> None:
+    site, document = promoted
+    assert site.k2ctl("receipt", NEW, "--verify").code == 0
+    receipt = json.loads(Path(document["receipt"]).read_text())
+    node, name = receipt["nodes"][1]["node"], "model-33-of-61.safetensors"
+    (path,) = site.directory.glob(f"nodes/{node}/mnt/nvme/k2/*/{receipt['lock']['revision']}/{name}")
+    was = path.stat()
+    content = bytearray(path.read_bytes())
+    content[200_000] ^= 1
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    path.chmod(0o444)
+    run = site.k2ctl("receipt", NEW, "--verify", "--json")
+    assert run.code == 5
+    error = run.data()["error"]
+    assert node in error["where"]
+    assert name in error["where"]
+    assert error["got"] == hashlib.sha256(content).hexdigest()
+    assert len(error["expected"]) == 64

@@ -1,0 +1,155 @@
+"""The plan: the class of a change, the chosen nodes, the bytes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.core.errors import CapacityError
+from tasks.core.plan import LiveRelease, NodeFacts, change_class, make_plan, natural_key, plan_rows, waiting_cost
+from tasks.core.spec import Retention, plain
+from tests.fakes.checkpoints import contents, lock_of
+from tests.fakes.small_world import IMAGES, release, site
+
+LOCK = lock_of(contents())
+BASE = release("k2-live-1")
+
+
+def live(of=BASE, lock_digest=LOCK.digest):
+    return LiveRelease(
+        of.id, of.serving_digest(lock_digest), of.policy_digest, lock_digest, plain(of.serving_data(lock_digest))
+    )
+
+
+def node(name="node-1", *, usable=True, used=0, own=0, staged=(), total=8):
+    return NodeFacts(name, f"uid-{name}", usable, "" if usable else "cordoned", total, used, own, tuple(staged))
+
+
+POOL = [node(f"node-{n}") for n in range(1, 7)]
+
+
+def made(what, pool=POOL, of=None, blobs=None):
+    return make_plan(what, LOCK, site(), of, pool, blobs or {}, ["A/a"])
+
+
+@pytest.mark.parametrize(
+    ("what", "before", "change"),
+    [
+        (BASE, None, "first"),
+        (BASE, live(), "none"),
+        (release("k2-live-2"), live(), "policy"),
+        (replace(BASE, retention=Retention(1.0)), live(), "policy"),
+        (replace(BASE, images=replace(IMAGES, tool="newer")), live(), "none"),
+        (replace(BASE, images=replace(IMAGES, router="newer")), live(), "router"),
+        (replace(BASE, profile=replace(BASE.profile, router_args={"policy": "x"})), live(), "router"),
+        (release("k2-live-2", args={"context-length": 8192}), live(), "arguments"),
+        (replace(BASE, profile=replace(BASE.profile, host_memory_gib=2000)), live(), "arguments"),
+        (replace(BASE, profile=replace(BASE.profile, engine_version="1.0")), live(), "arguments"),
+        (replace(BASE, images=replace(IMAGES, engine="newer")), live(), "image"),
+        (BASE, live(lock_digest="f" * 64), "weights"),
+    ],
+)
+def test_the_class_of_a_change(what, before, change):
+    assert change_class(what, LOCK.digest, before) == change
+
+
+def test_a_release_that_is_live_changes_nothing_and_needs_no_node():
+    plan = made(BASE, [], live())
+    assert not plan.has_changes
+    assert (plan.nodes, plan.bytes_to_pull, plan.bytes_to_stage, plan.pods_started, plan.objects) == ((), 0, 0, 0, ())
+    assert not plan.shifts_traffic
+
+
+def test_a_new_policy_starts_no_pod_and_moves_no_byte():
+    plan = made(release("k2-live-2"), [], live())
+    assert plan.has_changes
+    assert (plan.pods_started, plan.bytes_to_pull, plan.bytes_to_stage, plan.shifts_traffic) == (0, 0, 0, False)
+
+
+def test_bytes_are_those_that_are_missing():
+    lock12 = LOCK.digest[:12]
+    pool = [node("node-1", staged=[lock12]), *POOL[1:]]
+    plan = made(BASE, pool)
+    assert plan.bytes_to_pull == LOCK.total_bytes
+    assert plan.bytes_to_stage == 5 * LOCK.total_bytes
+    assert made(BASE, blobs={f.sha256: True for f in LOCK.files}).bytes_to_pull == 0
+    assert plan.usd_per_hour == pytest.approx(3 * 8 * 2.3)
+
+
+def test_two_files_of_the_same_content_are_pulled_once():
+    files = {**contents(), "copy-1.json": b"same", "copy-2.json": b"same"}
+    lock = lock_of(files)
+    plan = make_plan(BASE, lock, site(), None, POOL, {}, [])
+    assert plan.bytes_to_pull == lock.total_bytes - len(b"same")
+
+
+@pytest.mark.parametrize(
+    ("pool", "chosen"),
+    [
+        (POOL, ("node-1", "node-2", "node-3")),
+        ([node(f"node-{n}") for n in (10, 9, 11, 2)], ("node-2", "node-9", "node-10")),
+        ([*POOL[:3], node("node-4", staged=[LOCK.digest[:12]])], ("node-4", "node-1", "node-2")),
+        ([*POOL[:3], node("node-9", used=8, own=8)], ("node-9", "node-1", "node-2")),
+        ([node("node-1", used=8), *POOL[1:4]], ("node-2", "node-3", "node-4")),
+        ([node("node-1", used=1), *POOL[1:4]], ("node-2", "node-3", "node-4")),
+        ([node("node-1", usable=False), *POOL[1:4]], ("node-2", "node-3", "node-4")),
+        ([node("node-1", usable=False, used=8, own=8), *POOL[1:4]], ("node-2", "node-3", "node-4")),
+        ([node("node-1", used=9, own=8), *POOL[1:4]], ("node-2", "node-3", "node-4")),
+    ],
+)
+def test_chosen_nodes(pool, chosen):
+    assert made(BASE, pool).nodes == chosen
+
+
+def test_too_few_free_nodes_are_named_with_the_reason():
+    with pytest.raises(CapacityError) as caught:
+        made(BASE, [node("node-1", usable=False), node("node-2", used=8), node("node-3")])
+    assert caught.value.where == "node-1: cordoned; node-2: 8 of 8 GPUs in use"
+    assert (caught.value.got, caught.value.expected) == ("1 free of 3", "3 whole free nodes")
+
+
+NODES = st.lists(
+    st.builds(
+        lambda n, usable, used, own, staged: node(
+            f"node-{n}", usable=usable, used=used, own=min(own, used), staged=[LOCK.digest[:12]] * staged
+        ),
+        st.integers(1, 30), st.booleans(), st.sampled_from([0, 8]), st.sampled_from([0, 8]), st.booleans(),
+    ),
+    max_size=12,
+    unique_by=lambda n: n.name,
+)  # fmt: skip
+
+
+@given(NODES, st.randoms())
+def test_choice(pool, dice):
+    free = [n for n in pool if n.usable and n.gpus_used == n.gpus_used_by_candidate]
+    shuffled = list(pool)
+    dice.shuffle(shuffled)
+    if len(free) < 3:
+        with pytest.raises(CapacityError):
+            made(BASE, pool)
+        return
+    plan = made(BASE, pool)
+    assert made(BASE, shuffled).nodes == plan.nodes
+    assert len(set(plan.nodes)) == 3
+    assert set(plan.nodes) <= {n.name for n in free}
+    assert not set(plan.nodes) & set(plan.spares)
+    assert set(plan.spares) <= {n.name for n in pool if n.usable}
+    own = {n.name for n in free if n.gpus_used_by_candidate}
+    assert own <= set(plan.nodes) or set(plan.nodes) <= own
+
+
+@given(st.lists(st.integers(0, 10**6), unique=True))
+def test_names_sort_as_people_count(numbers):
+    names = [f"rack-a-node-{n}" for n in numbers]
+    assert sorted(names, key=natural_key) == [f"rack-a-node-{n}" for n in sorted(numbers)]
+    assert sorted(["node-x", "node-1", "ip-10-0-0-1.ec2.internal"], key=natural_key)
+
+
+def test_rows_say_what_a_person_asks():
+    rows = {row["what"]: row["value"] for row in plan_rows(made(BASE), 55.2)}
+    assert rows["change"] == "first"
+    assert rows["second set costs"] == "$55.20 per hour"
+    assert "no baseline" in rows["warning"]
+    assert waiting_cost(1800, 55.2) == "30 min 00 s, $27.60 so far at $55.20/h"

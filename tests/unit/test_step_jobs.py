@@ -1,0 +1,152 @@
+"""Worker Jobs: created or attached, followed, and their last word taken for what it is."""
+
+import json
+
+import pytest
+
+from tasks.core.errors import IntegrityError, K2Error, NotReadyError, UnavailableError
+from tasks.steps.jobs import run_jobs
+from tests.fakes.small_world import World
+
+
+class Jobs:
+    """A world whose Jobs end only when the test says so."""
+
+    def __init__(self):
+        self.world = World()
+        self.world.cluster.controllers.clear()
+        self.cluster = self.world.cluster
+
+    def run(self, *names, total=100, deadline_s=60.0, run="run-1"):
+        return run_jobs(self.world.ports(run), "stage", [job(name) for name in names], total, deadline_s)
+
+    def pod(self, name, status, log=None):
+        uid = self.cluster.objects["Job", name]["metadata"]["uid"]
+        meta = {"name": f"{name}-x", "labels": {"batch.kubernetes.io/controller-uid": uid}}
+        self.cluster.delete("Pod", f"{name}-x")
+        self.cluster.create(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"containers": [{"name": "stage"}]}}
+        )
+        self.cluster.set_status("Pod", f"{name}-x", status)
+        if log is not None:
+            self.cluster.logs[f"{name}-x", "stage"] = log
+
+    def end(self, name, condition="Complete", message='{"ok": 1}'):
+        terminated = {"exitCode": 0, **({"message": message} if message is not None else {})}
+        self.pod(name, {"phase": "Succeeded", "containerStatuses": [{"state": {"terminated": terminated}}]})
+        self.cluster.set_status("Job", name, {"conditions": [{"type": condition, "status": "True"}]})
+
+    def after(self, seconds, act):
+        """Do something once, when so much time has passed."""
+        at = self.world.clock.at + seconds
+        state = {"done": False}
+
+        def react(now):
+            if now >= at and not state["done"]:
+                state["done"] = True
+                act()
+
+        self.world.clock.on_sleep.append(react)
+
+
+def job(name):
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": {}}
+
+
+def test_results_come_in_the_order_asked_for():
+    jobs = Jobs()
+    jobs.after(1, lambda: jobs.end("b", message='{"n": 2}'))
+    jobs.after(2, lambda: jobs.end("a", message='{"n": 1}'))
+    assert [r.message["n"] for r in jobs.run("a", "b")] == [1, 2]
+
+
+def test_no_job_is_no_work():
+    assert Jobs().run() == []
+
+
+def test_a_job_that_runs_is_attached_to_and_one_that_ended_is_run_again():
+    jobs = Jobs()
+    jobs.cluster.create(job("runs"))
+    jobs.cluster.create(job("old"))
+    jobs.end("old", message='{"stale": true}')
+    uid = jobs.cluster.objects["Job", "runs"]["metadata"]["uid"]
+    jobs.after(1, lambda: jobs.end("runs"))
+    jobs.after(1, lambda: jobs.end("old", message='{"fresh": true}'))
+    results = jobs.run("runs", "old")
+    assert results[1].message == {"fresh": True}
+    assert jobs.cluster.objects["Job", "runs"]["metadata"]["uid"] == uid
+
+
+@pytest.mark.parametrize("ended", ["Complete", "Failed"])
+def test_an_old_job_that_does_not_go_away_is_waited_for_and_then_named(ended):
+    jobs = Jobs()
+    jobs.cluster.create(job("a"))
+    jobs.end("a", ended)
+    jobs.cluster.delete = lambda *args, **kwargs: None
+    with pytest.raises(UnavailableError) as caught:
+        jobs.run("a")
+    assert (caught.value.code, caught.value.where) == ("K2-UNA-003", "Job a")
+
+
+def test_the_error_of_a_failed_job_is_raised_as_it_is():
+    jobs = Jobs()
+    error = IntegrityError("K2-INT-001", "Other bytes.", where="model-7", got="a", expected="b")
+    jobs.after(1, lambda: jobs.end("a", "Failed", json.dumps(error.as_data())))
+    with pytest.raises(IntegrityError) as caught:
+        jobs.run("a")
+    assert caught.value.as_data() == error.as_data()
+
+
+@pytest.mark.parametrize("message", [None, "", "Killed", '{"code": "X"}', '{"code": "K2-INT-001"}', "[1]", '{"n": 1}'])
+def test_a_failed_job_without_a_usable_last_word_says_where_to_look(message):
+    jobs = Jobs()
+    jobs.after(1, lambda: jobs.end("a", "Failed", message))
+    with pytest.raises(UnavailableError) as caught:
+        jobs.run("a")
+    assert caught.value.hint == "kubectl logs job/a"
+
+
+@pytest.mark.parametrize("message", [None, "", "done", "[1, 2]"])
+def test_a_complete_job_without_result_is_no_success(message):
+    jobs = Jobs()
+    jobs.after(1, lambda: jobs.end("a", message=message))
+    with pytest.raises(K2Error) as caught:
+        jobs.run("a")
+    assert caught.value.code == "K2-UNA-003"
+
+
+def test_a_job_that_is_deleted_or_made_anew_by_somebody_is_not_taken_for_ours():
+    for change in ("gone", "anew"):
+        jobs = Jobs()
+
+        def act(jobs=jobs, change=change):
+            jobs.cluster.delete("Job", "a")
+            if change == "anew":
+                jobs.cluster.create(job("a"))
+                jobs.end("a")
+
+        jobs.after(1, act)
+        with pytest.raises(UnavailableError):
+            jobs.run("a")
+
+
+def test_a_job_that_never_ends_is_given_up_at_the_deadline():
+    jobs = Jobs()
+    with pytest.raises(NotReadyError) as caught:
+        jobs.run("a", "b", deadline_s=30)
+    assert caught.value.code == "K2-RDY-001"
+    assert "a, b" in caught.value.where
+
+
+def test_progress_is_read_from_the_log_and_never_more_than_everything():
+    jobs = Jobs()
+    lines = [{"progress": {"done_bytes": n, "total_bytes": 100}} for n in (10, 60)]
+    log = "\n".join([json.dumps(lines[0]), "human words", json.dumps(lines[1]), "{broken"])
+    jobs.after(0.4, lambda: jobs.pod("a", {"phase": "Pending"}))
+    jobs.after(1, lambda: jobs.pod("a", {"phase": "Running"}, log))
+    jobs.after(2, lambda: jobs.pod("a", {"phase": "Running"}, json.dumps({"progress": {"done_bytes": 999}})))
+    jobs.after(3, lambda: jobs.end("a"))
+    jobs.run("a")
+    shown = [float(line.split()[1]) for line in jobs.world.progress.lines if line.startswith("stage:")]
+    assert shown == sorted(shown)
+    assert {0.0, 60.0, 100.0} <= set(shown)
