@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_reading(commands)
     _add_acting(commands)
+    _add_site(commands)
     _add_rehearse(commands)
     return parser
 
@@ -131,6 +132,14 @@ def _add_acting(commands: Commands) -> None:
         command.add_argument("--comment", default="", help="why; kept in the receipt")
         if name == "release":
             command.add_argument("--dry-run", action="store_true", help="show the plan and stop")
+
+
+def _add_site(commands: Commands) -> None:
+    command = _command(
+        commands, "site", "flows.console.sites", "Set a cluster up once (init), or contact all of it (check)."
+    )
+    command.add_argument("action", choices=("init", "check"), help="init applies base objects and parks all traffic")
+    command.add_argument("--release", default="", metavar="RELEASE", help="init: the release whose tool image is used")
 
 
 def _add_rehearse(commands: Commands) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from prefect import flow
+from prefect import flow, runtime
+from prefect.deployments import run_deployment
 from pydantic import Field
 
 from flows.release import ReleaseParameter, SiteParameter
 from tasks import traffic
-from tasks.order import ending, open_order
+from tasks.order import Order, ending, open_order
 
 ApproverParameter = Annotated[
     str,
@@ -50,4 +52,18 @@ def promote(
                 "retire_at": done["retire_at"],
             }
         )
+        _schedule_retire(order, release, done)
     return result
+
+
+def _schedule_retire(order: Order, release: str, done: dict[str, Any]) -> None:
+    """Have the replaced set taken down when its hold is over, by one run of the `retire` deployment."""
+    if done["previous"] and done["retire_at"] and runtime.deployment.id:
+        run_deployment(
+            "retire/retire",
+            parameters={"release": done["previous"], "site": order.site},
+            scheduled_time=datetime.fromtimestamp(done["retire_at"], UTC),
+            idempotency_key=f"retire-{done['previous']}-replaced-by-{release}",
+            timeout=0,
+            as_subflow=False,
+        )

@@ -20,7 +20,7 @@ from tasks import wiring
 from tasks.core.errors import ExitCode, InputError, K2Error
 from tasks.core.ledger import STEPS
 from tasks.progress import TerminalProgress
-from tasks.specs import load_base, load_release
+from tasks.specs import load_base
 from tasks.steps.context import Ports
 from tasks.steps.documents import get_live, get_receipt
 from tasks.steps.journal import states
@@ -30,6 +30,7 @@ from tasks.steps.traffic import read_live_route
 INJECTIONS = ("shard-bitflip", "gate-miss", "node-lost", "slo-breach")
 _CLIENT_RATE_PER_S = 20.0
 _MIN_REQUESTS = 1000
+_RETIRE_WAIT_S = 60
 
 
 @dataclass
@@ -166,20 +167,26 @@ class Rehearsal:
                 ended = submit(site, "promote/promote", self._new, {**parameters, "approver": "rehearsal"})
                 result.outcome, result.exit_code = "promoted", ExitCode.DONE
                 result.receipt = str(ended.data["receipt"])
-                self._retire(site)
+                self._await_retire()
             except K2Error as error:
                 result.error, result.exit_code = error.as_data(), error.exit_code
                 result.outcome = "reverted" if error.exit_code == ExitCode.REVERTED else "failed"
                 say(error.as_text())
         self._enough_requests()
 
-    def _retire(self, site: Any) -> None:
-        """Take the old set down after its hold."""
-        if self._args.first or self._args.keep:
+    def _await_retire(self) -> None:
+        """Wait for the run that promote has scheduled for the end of the hold: it takes the old set down."""
+        if self._args.first:
             return
-        hold = load_release(self._site.directory / "releases" / f"{self._new}.yaml").retention.hold_s
-        time.sleep(hold)
-        submit(site, "retire/retire", self._old, {"release": self._old, "site": str(self._site.site_path)})
+        say(f"retire: {self._old} is taken down after its hold, by a scheduled run of its own")
+        deadline = time.monotonic() + _RETIRE_WAIT_S
+        while time.monotonic() < deadline:
+            state = states(self._ports().store, self._old).get("retire")
+            if state is not None and state.outcome not in ("interrupted", "failed"):
+                say(f"  retire: {state.outcome} - {state.data.get('note', '')}")
+                return
+            time.sleep(1)
+        say(f"retire: not within {_RETIRE_WAIT_S} s; k2ctl retire {self._old} -y")
 
     def _enough_requests(self) -> None:
         """Let the client reach the number of requests that the result promises, for a minute at most."""
@@ -348,8 +355,8 @@ class Injector:
             return False
         serving = candidate["metadata"]["labels"]["k2-release.io/serving"]
         if name == "gate-miss":
-            self._site.inject("engine-slow", {"pod_prefix": f"k2-{serving[:8]}-", "factor": 40})
-            say("inject: the candidate's engines are 40 times slower")
+            self._site.inject("engine-slow", {"pod_prefix": f"k2-{serving[:8]}-", "factor": 15})
+            say("inject: the candidate's engines are 15 times slower")
             return True
         if name == "slo-breach":
             route, _ = read_live_route(ports)

@@ -58,7 +58,7 @@ def traffic(bake_s: float = 4.0) -> dict[str, Any]:
         "check_interval_s": min(1.0, bake_s / 2),
         "min_samples": 4,
         "max_error_share": 0.1,
-        "max_p95_s": 5.0,
+        "max_p95_s": 2.5,
     }
 
 
@@ -68,8 +68,8 @@ def gates() -> dict[str, Any]:
         "smoke_min_correct_share": 1.0,
         "workload": {"input_tokens": 64, "output_tokens": 16, "requests": 48, "concurrency": 8},
         "limits": [
-            {"metric": "e2e_output_tok_per_s", "op": ">=", "value": 25.0, "unit": "tok/s"},
-            {"metric": "e2e_latency_p95_s", "op": "<=", "value": 6.0, "unit": "s"},
+            {"metric": "e2e_output_tok_per_s", "op": ">=", "value": 60.0, "unit": "tok/s"},
+            {"metric": "e2e_latency_p95_s", "op": "<=", "value": 3.0, "unit": "s"},
             {"metric": "e2e_error_share", "op": "<=", "value": 0.0, "unit": "share"},
         ],
         "baseline_ratio": 0.4,

@@ -121,7 +121,7 @@ def _message(ports: Ports, job: _Job) -> dict[str, Any] | None:
             if text:
                 try:
                     return dict(json.loads(text))
-                except ValueError:
+                except (ValueError, TypeError):
                     return None
     return None
 
@@ -130,7 +130,7 @@ def _failure(message: Mapping[str, Any] | None, name: str) -> K2Error:
     if message and "code" in message:
         try:
             return error_from_data(message)
-        except (KeyError, ValueError):
+        except (KeyError, IndexError, TypeError, ValueError):
             pass  # not one of our errors: said below
     return UnavailableError(
         "K2-UNA-003",

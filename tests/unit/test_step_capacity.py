@@ -1,0 +1,166 @@
+"""Steps plan and preflight: what is there is read, the chosen nodes are checked, and nothing is changed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tasks.core.errors import CapacityError, InputError, IntegrityError, NotReadyError
+from tasks.core.spec import Retention
+from tasks.steps.capacity import plan_step, preflight_step, read_nodes
+from tasks.steps.documents import put_lock
+from tests.fakes.pipeline import bring_up, make_live
+from tests.fakes.small_world import READY, World, checkpoint, release
+
+CHOSEN = ("node-1", "node-2", "node-3")
+
+
+def prepared():
+    world = World()
+    subject = world.subject(release())
+    put_lock(world.store, subject.lock)
+    return world, subject
+
+
+def change_node(world, name, *, spec=None, status=None):
+    world.cluster.edit("Node", name, lambda node: node.update(spec=spec or {}))
+    if status is not None:
+        world.cluster.set_status("Node", name, {"allocatable": {"nvidia.com/gpu": "8"}, **status})
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "why"),
+    [
+        ({}, READY, ""),
+        ({"unschedulable": True}, READY, "cordoned"),
+        ({}, {}, "not Ready (no status)"),
+        ({}, {"conditions": [{"type": "Ready", "status": "Unknown", "reason": "Silent"}]}, "not Ready (Silent)"),
+        ({}, {"conditions": [{"type": "DiskPressure", "status": "True"}]}, "not Ready (no status)"),
+        ({"taints": [{"key": "bad", "effect": "NoSchedule"}]}, READY, "tainted bad"),
+        ({"taints": [{"key": "soft", "effect": "PreferNoSchedule"}]}, READY, ""),
+    ],
+)
+def test_whether_a_node_is_usable(spec, status, why):
+    world, _ = prepared()
+    change_node(world, "node-1", spec=spec, status=status)
+    facts = read_nodes(world.ports(), "x")[0]
+    assert (facts.usable, facts.why_not) == (not why, why)
+
+
+def test_gpus_in_use_are_those_of_pods_that_have_not_ended():
+    world = World()
+    subject = make_live(world.ports(), release())
+    facts = {n.name: n for n in read_nodes(world.ports(), subject.serving)}
+    assert [facts[f"node-{n}"].gpus_used for n in range(1, 7)] == [8, 8, 8, 0, 0, 0]
+    assert all(facts[name].gpus_used_by_candidate == 8 and facts[name].free for name in CHOSEN)
+    others = {n.name: n for n in read_nodes(world.ports(), "another")}
+    assert not others["node-1"].free
+    assert facts["node-1"].staged == (subject.lock.digest[:12],)
+    world.cluster.set_status("Pod", f"k2-{subject.serving[:8]}-prefill-0", {"phase": "Failed"})
+    assert read_nodes(world.ports(), subject.serving)[0].gpus_used == 0
+
+
+def test_only_nodes_of_the_pool_count():
+    world, _ = prepared()
+    world.cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "cpu-1"}, "spec": {}})
+    assert "cpu-1" not in {node.name for node in read_nodes(world.ports(), "x")}
+
+
+def test_the_plan_reads_only():
+    world, subject = prepared()
+    writes, calls = list(world.cluster.writes), list(world.store.calls)
+    plan, data = plan_step(world.ports(), subject)
+    assert (plan.change, plan.nodes) == ("first", CHOSEN)
+    assert plan.bytes_to_pull == subject.lock.total_bytes
+    assert data["plan"]["nodes"] == list(CHOSEN)
+    assert json.loads(json.dumps(data)) == data
+    assert (world.cluster.writes, world.store.calls) == (writes, calls)
+
+
+def test_a_live_release_plans_nothing_and_a_new_policy_no_pod():
+    world = World()
+    what = release()
+    subject = make_live(world.ports(), what)
+    assert not plan_step(world.ports(), subject)[0].has_changes
+    policy = replace(subject, release=replace(what, id="k2-new-2", retention=Retention(1.0)))
+    plan = plan_step(world.ports(), policy)[0]
+    assert (plan.change, plan.pods_started, plan.nodes) == ("policy", 0, ())
+
+
+def test_a_set_that_runs_already_plans_its_own_nodes_again():
+    world = World()
+    subject = bring_up(world.ports(), release())
+    plan = plan_step(world.ports(), subject)[0]
+    assert plan.nodes == CHOSEN
+    assert plan.bytes_to_stage == 0
+
+
+def test_preflight_passes_and_changes_nothing_but_probe_jobs():
+    world, subject = prepared()
+    before = set(world.cluster.objects)
+    data = preflight_step(world.ports(), subject, CHOSEN)
+    assert [row["node"] for row in data["nodes"]] == list(CHOSEN)
+    assert data["objects_checked"] == 5
+    new = {kind for kind, _ in set(world.cluster.objects) - before}
+    assert new <= {"Job", "Pod"}
+    assert all(name.startswith("k2-probe-") for name in world.jobs_run)
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "problem"),
+    [
+        ({"unschedulable": True}, READY, "cordoned"),
+        ({}, {"conditions": [{"type": "Ready", "status": "False"}]}, "not Ready"),
+        ({}, {**READY, "allocatable": {"nvidia.com/gpu": "7"}}, "7 of 8 GPUs"),
+        ({}, {**READY, "allocatable": {}}, "0 of 8 GPUs"),
+    ],
+)
+def test_a_bad_node_is_named_before_anything_moves(spec, status, problem):
+    world, subject = prepared()
+    change_node(world, "node-2", spec=spec, status=status)
+    with pytest.raises(NotReadyError) as caught:
+        preflight_step(world.ports(), subject, CHOSEN)
+    assert (caught.value.code, caught.value.where) == ("K2-RDY-004", "node-2")
+    assert problem in caught.value.got
+    assert world.jobs_run == []
+
+
+def test_arguments_that_cannot_work_stop_before_anything_moves():
+    world, _ = prepared()
+    subject = world.subject(release(args={"enable-deepep-moe": True}))
+    with pytest.raises(InputError) as caught:
+        preflight_step(world.ports(), subject, CHOSEN)
+    assert caught.value.code == "K2-INP-005"
+    assert world.jobs_run == []
+
+
+def test_a_full_disk_is_the_nodes_own_word():
+    world, subject = prepared()
+    error = CapacityError("K2-CAP-002", "Not enough free space.", where="node-2: /models")
+    world.broken_jobs[f"k2-probe-{subject.lock.digest[:8]}-node-2"] = error.as_data()
+    with pytest.raises(CapacityError) as caught:
+        preflight_step(world.ports(), subject, CHOSEN)
+    assert caught.value.where == "node-2: /models"
+
+
+def test_an_object_that_the_api_refuses_stops_before_anything_is_stored():
+    world, subject = prepared()
+    real = world.cluster.apply
+
+    def strict(obj, *, dry_run=False):
+        if obj["kind"] == "Service":
+            raise InputError("K2-INP-008", "No.", where="Service")
+        return real(obj, dry_run=dry_run)
+
+    world.cluster.apply = strict
+    with pytest.raises(InputError):
+        preflight_step(world.ports(), subject, CHOSEN)
+    assert not world.cluster.list_objects("LeaderWorkerSet")
+
+
+def test_a_config_that_is_not_the_locked_one_is_refused():
+    world, subject = prepared()
+    world.hub.served["config.json"] = checkpoint()["config.json"] + b" "
+    with pytest.raises(IntegrityError) as caught:
+        preflight_step(world.ports(), subject, CHOSEN)
+    assert caught.value.code == "K2-INT-001"

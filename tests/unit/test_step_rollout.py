@@ -1,0 +1,155 @@
+"""Step rollout: no group before every marker is right (I2); ready means the router's word too; failures are named."""
+
+import json
+
+import pytest
+
+from tasks.core.errors import IntegrityError, NotReadyError, UnavailableError
+from tasks.steps.documents import get_by_digest, put_lock
+from tasks.steps.rollout import rollout_step
+from tasks.steps.staging import stage_step
+from tests.fakes.small_world import World, release
+
+CHOSEN = ("node-1", "node-2", "node-3")
+
+
+@pytest.fixture
+def staged():
+    world = World()
+    subject = world.subject(release())
+    put_lock(world.store, subject.lock)
+    stage_step(world.ports(), subject, CHOSEN, ())
+    return world, subject
+
+
+def groups(world):
+    return world.cluster.list_objects("LeaderWorkerSet")
+
+
+def test_the_set_comes_up_and_says_where_each_rank_runs(staged):
+    world, subject = staged
+    data = rollout_step(world.ports(), subject, CHOSEN)
+    assert [(s["role"], s["node_rank"], s["node"]) for s in data["placement"]] == [
+        ("prefill", 0, "node-1"), ("decode", 0, "node-2"), ("decode", 1, "node-3")
+    ]  # fmt: skip
+    assert [s["first_gpu_rank"] for s in data["placement"]] == [0, 0, 8]
+    applied = get_by_digest(world.store, "manifests", data["manifests_digest"])
+    assert [obj["kind"] for obj in applied][:2] == ["LeaderWorkerSet", "LeaderWorkerSet"]
+
+
+def test_applied_again_it_changes_nothing(staged):
+    world, subject = staged
+    first = rollout_step(world.ports(), subject, CHOSEN)
+    writes = list(world.cluster.writes)
+    assert rollout_step(world.ports(), subject, CHOSEN) == first
+    assert world.cluster.writes == writes
+
+
+@pytest.mark.parametrize("node", CHOSEN)
+@pytest.mark.parametrize("damage", ["gone", "other digest"])
+def test_no_group_is_created_before_every_marker_is_right(staged, node, damage):
+    world, subject = staged
+    key = f"markers/{node}/{subject.lock.digest}.json"
+    if damage == "gone":
+        del world.store.objects[key]
+    else:
+        data = json.loads(world.store.objects[key])
+        data["files"][0]["sha256"] = "0" * 64
+        world.store.objects[key] = json.dumps(data).encode()
+    with pytest.raises(IntegrityError) as caught:
+        rollout_step(world.ports(), subject, CHOSEN)
+    assert node in caught.value.where
+    assert groups(world) == []
+    assert world.cluster.list_objects("Deployment", {"k2-release.io/serving": subject.serving}) == []
+
+
+def test_every_engine_pod_checks_the_marker_itself_and_wants_a_staged_node(staged):
+    world, subject = staged
+    rollout_step(world.ports(), subject, CHOSEN)
+    label = f"staged.k2-release.io/{subject.lock.digest[:12]}"
+    for group in groups(world):
+        template = group["spec"]["leaderWorkerTemplate"]
+        for pod in (template["leaderTemplate"]["spec"], template["workerTemplate"]["spec"]):
+            checks = [c for c in pod["initContainers"] if c["command"][-1] == "tasks.node.marker_check"]
+            assert [c["args"][c["args"].index("--lock-digest") + 1] for c in checks] == [subject.lock.digest]
+            terms = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+            for term in terms["nodeSelectorTerms"]:
+                assert {"key": label, "operator": "In", "values": ["true"]} in term["matchExpressions"]
+
+
+def break_pod(world, name, status):
+    def react(verb, obj):
+        if verb == "create" and obj["metadata"]["name"].endswith(name):
+            world.clock.on_sleep.append(
+                lambda now: world.cluster.set_status("Pod", obj["metadata"]["name"], status)
+                if ("Pod", obj["metadata"]["name"]) in world.cluster.objects
+                else None
+            )
+
+    world.cluster.controllers.append(react)
+    world.engine.workers = lambda serving: []
+
+
+def test_a_set_that_does_not_become_ready_is_given_up_with_its_phases(staged):
+    world, subject = staged
+    break_pod(world, "decode-0-1", {"phase": "Running", "podIP": "127.0.9.9", "conditions": []})
+    with pytest.raises(NotReadyError) as caught:
+        rollout_step(world.ports(), subject, CHOSEN)
+    assert caught.value.code == "K2-RDY-001"
+    assert "Not ready after" in caught.value.summary
+    assert any("$" in line and "gives up in" in line and "kubectl" in line for line in world.progress.lines)
+
+
+def test_a_router_that_does_not_see_its_engines_is_not_ready(staged):
+    world, subject = staged
+    world.engine.workers = lambda serving: []
+    with pytest.raises(NotReadyError):
+        rollout_step(world.ports(), subject, CHOSEN)
+
+
+def test_a_router_that_cannot_be_asked_is_not_ready(staged):
+    world, subject = staged
+
+    def down(serving):
+        raise UnavailableError("K2-UNA-001", "No.")
+
+    world.engine.workers = down
+    with pytest.raises(NotReadyError):
+        rollout_step(world.ports(), subject, CHOSEN)
+
+
+def test_a_static_fault_ends_the_wait_at_once(staged):
+    world, subject = staged
+    error = IntegrityError("K2-INT-002", "Other bytes.", where="node-3: model-1")
+    ended = {"terminated": {"exitCode": 5, "message": json.dumps(error.as_data())}}
+    status = {"phase": "Pending", "initContainerStatuses": [{"name": "marker-check", "state": ended}]}
+    break_pod(world, "decode-0-1", status)
+    with pytest.raises(NotReadyError) as caught:
+        rollout_step(world.ports(), subject, CHOSEN)
+    assert "Other bytes." in caught.value.summary
+    assert "node-3: model-1" in caught.value.got
+    assert sum(world.clock.slept) < 5
+
+
+def test_a_node_that_is_lost_during_the_rollout_is_named_at_once(staged):
+    world, subject = staged
+    world.engine.workers = lambda serving: []
+    lost = {"conditions": [{"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}]}
+    world.clock.on_sleep.append(lambda now: world.cluster.set_status("Node", "node-3", lost))
+    with pytest.raises(NotReadyError) as caught:
+        rollout_step(world.ports(), subject, CHOSEN)
+    assert "node-3" in caught.value.where
+    assert sum(world.clock.slept) < 5
+
+
+def test_a_chosen_node_that_is_cordoned_meanwhile_is_named(staged):
+    world, subject = staged
+    world.engine.workers = lambda serving: []
+    world.clock.on_sleep.append(
+        lambda now: world.cluster.edit("Node", "node-3", lambda node: node.update(spec={"unschedulable": True}))
+    )
+    with pytest.raises(NotReadyError) as caught:
+        rollout_step(world.ports(), subject, CHOSEN)
+    assert (caught.value.code, caught.value.where, caught.value.got) == ("K2-RDY-002", "node-3", "cordoned")
+
+
