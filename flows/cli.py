@@ -110,6 +110,7 @@ def _add_reading(commands: Commands) -> None:
     command.add_argument("prompt", metavar="PROMPT")
     command.add_argument("--serving", default="", metavar="DIGEST", help="ask this set by its probe route (12 hex)")
     command.add_argument("--max-tokens", type=int, default=64)
+    command.add_argument("--model", default="kimi-k2", help="served model name (default: %(default)s)")
 
 
 def _add_acting(commands: Commands) -> None:

@@ -41,7 +41,7 @@ def open_order(release: str, site: str) -> Order:
 
 def connect(order: Order) -> Ports:
     """Return the ports of an order's site, with progress that goes to the run's log and artifacts."""
-    return wiring.connect(order.site, order.run, RunProgress())
+    return wiring.connect(order.site, order.run, RunProgress(), read_release(order).profile.served_model_name)
 
 
 def read_release(order: Order) -> Release:

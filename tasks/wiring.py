@@ -19,6 +19,7 @@ from tasks.specs import load_site, load_templates
 from tasks.steps.context import Ports
 
 SITE_VARIABLE = "K2_SITE"
+DEFAULT_MODEL = "kimi-k2"
 
 
 def site_path(given: str) -> str:
@@ -63,7 +64,7 @@ def open_store(site: Site) -> S3Store:
     )
 
 
-def connect(path: str, run: str, progress: Progress) -> Ports:
+def connect(path: str, run: str, progress: Progress, model: str = DEFAULT_MODEL) -> Ports:
     """Return the ports of a site, clients made; nothing is contacted yet except by their constructors."""
     site = load_site(path)
     return Ports(
@@ -71,7 +72,7 @@ def connect(path: str, run: str, progress: Progress) -> Ports:
         hub=HfHub(site.hub.endpoint, token_file=site.hub.token_file),
         store=open_store(site),
         cluster=KubeCluster(site.kubeconfig, site.context, site.namespace),
-        engine=GatewayEngine(site.gateway.url, "kimi-k2"),
+        engine=GatewayEngine(site.gateway.url, model),
         stats=EnvoyStats(site.gateway.stats_url, site.namespace),
         clock=SystemClock(),
         progress=progress,

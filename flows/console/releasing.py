@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 from argparse import Namespace
+from dataclasses import dataclass
 from typing import Any
 
 from flows.console.reports import connect, print_json, summary
@@ -17,51 +18,56 @@ from tasks.steps.context import Subject
 from tasks.steps.weights import make_accepted_lock
 
 
-def release(args: Namespace) -> int:
-    """Bring a release to gated; with --yes let it have traffic too. Resumes at the first unfinished step."""
+@dataclass(frozen=True)
+class _Target:
+    """The release and the site that a command is about."""
+
+    args: Namespace
+    site_path: str
+    site: Site
+    release_id: str
+
+    @property
+    def approver(self) -> str:
+        """Who approves: as given, else the user at the keyboard."""
+        return str(self.args.approver or getpass.getuser())
+
+
+def _target(args: Namespace) -> _Target:
     site_path = wiring.site_path(args.site)
     site = wiring.read_site(site_path)
-    found = find_release(args.release, site.releases_dir)
+    return _Target(args, site_path, site, find_release(args.release, site.releases_dir).id)
+
+
+def release(args: Namespace) -> int:
+    """Bring a release to gated; with --yes let it have traffic too. Resumes at the first unfinished step."""
+    target = _target(args)
     if args.dry_run:
         return _dry_run(args)
-    if args.yes and not (args.approver or getpass.getuser()):
-        raise InputError("K2-INP-001", "An approval needs a name.", where="--approver")
-    ended = _run(args, site, "release", found.id, {"release": args.release, "site": site_path})
+    ended = _run(target, "release")
     data: dict[str, Any] = dict(ended.data)
     if args.yes and data["outcome"] == "gated":
-        approver = args.approver or getpass.getuser()
-        parameters = {"release": args.release, "site": site_path, "approver": approver, "comment": args.comment}
-        ended = _run(args, site, "promote", found.id, parameters)
+        ended = _run(target, "promote", approver=target.approver, comment=args.comment)
         data = {**data, **ended.data}
     elif data["outcome"] == "gated":
-        say(f"gated: no user traffic was moved. Next: k2ctl promote {args.release} --approver NAME")
-    return _report(args, found.id, data, ended)
+        say(f"gated: no user traffic was moved. Next: k2ctl promote {args.release} --approver NAME -y")
+    return _report(target, data, ended)
 
 
 def promote(args: Namespace) -> int:
     """Let a gated release have traffic: shift by its plan, then promote."""
-    site_path = wiring.site_path(args.site)
-    site = wiring.read_site(site_path)
-    found = find_release(args.release, site.releases_dir)
-    _confirm(args, f"shift user traffic to {found.id}")
-    parameters = {
-        "release": args.release,
-        "site": site_path,
-        "approver": args.approver or getpass.getuser(),
-        "comment": args.comment,
-    }
-    ended = _run(args, site, "promote", found.id, parameters)
-    return _report(args, found.id, dict(ended.data), ended)
+    target = _target(args)
+    _confirm(args, f"shift user traffic to {target.release_id}")
+    ended = _run(target, "promote", approver=target.approver, comment=args.comment)
+    return _report(target, dict(ended.data), ended)
 
 
 def retire(args: Namespace) -> int:
     """Take down a replaced release after its hold."""
-    site_path = wiring.site_path(args.site)
-    site = wiring.read_site(site_path)
-    found = find_release(args.release, site.releases_dir)
-    _confirm(args, f"delete the pods and objects of {found.id} (its weights stay)")
-    ended = _run(args, site, "retire", found.id, {"release": args.release, "site": site_path})
-    return _report(args, found.id, dict(ended.data), ended)
+    target = _target(args)
+    _confirm(args, f"delete the pods and objects of {target.release_id} (its weights stay)")
+    ended = _run(target, "retire")
+    return _report(target, dict(ended.data), ended)
 
 
 def _confirm(args: Namespace, what: str) -> None:
@@ -70,11 +76,16 @@ def _confirm(args: Namespace, what: str) -> None:
         raise InputError("K2-INP-001", f"This would {what}.", where="-y", got="not given", expected="-y to go on")
 
 
-def _run(args: Namespace, site: Site, name: str, release_id: str, parameters: dict[str, Any]) -> Ended:
-    """Run a flow: as its deployment where the site has a Prefect server (the default), else in this process."""
+def _run(target: _Target, name: str, **more: str) -> Ended:
+    """Run a flow: as its deployment where the site has a Prefect server (the default), else in this process.
+
+    A worker may see the site file elsewhere than we do, so its own site is meant unless one was named.
+    """
+    args, site = target.args, target.site
     if args.local or not site.prefect_api_url:
-        return _run_here(site, name, parameters)
-    return submit(site, f"{name}/{name}", release_id, parameters)
+        return _run_here(site, name, {"release": args.release, "site": target.site_path, **more})
+    parameters = {"release": args.release, "site": target.site_path if args.site else "", **more}
+    return submit(site, f"{name}/{name}", target.release_id, parameters)
 
 
 def _run_here(site: Site, name: str, parameters: dict[str, Any]) -> Ended:
@@ -98,8 +109,9 @@ def _dry_run(args: Namespace) -> int:
     return ExitCode.DONE
 
 
-def _report(args: Namespace, release_id: str, data: dict[str, Any], ended: Ended) -> int:
-    if args.json:
+def _report(target: _Target, data: dict[str, Any], ended: Ended) -> int:
+    release_id = target.release_id
+    if target.args.json:
         print_json({"version": 1, "release": release_id, "run": ended.run, "url": ended.url, **data})
     else:
         print(f"{release_id}: {summary(data)}" + (" - nothing to do" if data["outcome"] == "unchanged" else ""))

@@ -14,6 +14,8 @@ import yaml
 from flows.console.submission import say
 from tasks import wiring
 from tasks.core.errors import CATALOGUE, ExitCode, InputError
+from tasks.core.lease import LEASE, read_lease
+from tasks.core.ledger import StepState
 from tasks.core.lock import Lock, lock_from_data
 from tasks.core.plan import plan_rows
 from tasks.core.render import render_serving
@@ -32,7 +34,8 @@ from tasks.steps.weights import make_accepted_lock
 
 def connect(args: Namespace) -> Ports:
     """Return the ports of the site that a command names, with progress on standard error."""
-    return wiring.connect(wiring.site_path(args.site), "k2ctl", TerminalProgress())
+    model = getattr(args, "model", wiring.DEFAULT_MODEL)
+    return wiring.connect(wiring.site_path(args.site), "k2ctl", TerminalProgress(), model)
 
 
 def print_json(data: Any) -> None:
@@ -138,12 +141,12 @@ def status(args: Namespace) -> int:
             "weights": {backend.release: weight for backend, weight in route.weights()},
         },
     }
+    lease = ports.cluster.get("Lease", LEASE)
+    held = read_lease(lease) if lease else None
+    data["lease"] = {"holder": held.holder or None, "generation": held.generation} if held else None
     if args.release:
         known = states(ports.store, find_release(args.release, ports.site.releases_dir).id)
-        data["steps"] = [
-            {"name": s.step, "outcome": s.outcome, "attempts": s.attempts, "seconds": round(s.seconds, 1)}
-            for s in known.values()
-        ]
+        data["steps"] = [_step_row(state) for state in known.values()]
     if args.json:
         print_json(data)
         return ExitCode.DONE
@@ -151,9 +154,25 @@ def status(args: Namespace) -> int:
     print(f"route    {route.phase}, generation {route.generation}" + (f": {route.reason}" if route.reason else ""))
     for backend, weight in route.weights():
         print(f"         {weight:3d}%  {backend.release} ({backend.service})")
+    if held and held.holder:
+        print(f"lease    held by {held.holder}, generation {held.generation}")
     for step in data.get("steps", []):
         print(f"step     {step['name']:<12}{step['outcome']:<12}{step['attempts']} tries, {step['seconds']} s")
+        if "error" in step:
+            print(f"           {step['error']['code']} {step['error']['summary']} {step['error']['got']}")
     return ExitCode.DONE
+
+
+def _step_row(state: StepState) -> dict[str, Any]:
+    """Return a step for the status report; a failed one says why."""
+    row = {
+        "name": state.step,
+        "outcome": state.outcome,
+        "attempts": state.attempts,
+        "seconds": round(state.seconds, 1),
+    }
+    error = state.data.get("error")
+    return {**row, "error": error} if error else row
 
 
 def receipt(args: Namespace) -> int:

@@ -1,7 +1,7 @@
 """Engines and their router as seen from outside: over HTTP, through the gateway that users reach.
 
 A stream counts as whole only with its `[DONE]`: the router cuts a stream whose worker died without a word, after
-HTTP 200 (reference facts of router 0.3.2), so neither the status nor the end of the connection proves anything.
+HTTP 200 (seen with router 0.3.2), so neither the status nor the end of the connection proves anything.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"error: (unrecognized arguments|ambiguous option|argument )",
         "arguments",
         "The engine does not take an argument.",
-        "Correct the profile for this engine version; `k2ctl check` names what replaced the option.",
+        "Correct the profile: this engine version lacks the option; preflight names known replacements.",
         fatal=True,
     ),
     _signature(

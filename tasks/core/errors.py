@@ -120,7 +120,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         "K2-INT-002",
         ExitCode.INTEGRITY,
         "Bytes on a node differ from the lock.",
-        "Delete the named file and run the release again: only that file is staged anew.",
+        "Delete the named file there and start no engine: the next release of these weights stages it anew.",
     ),
     CatalogueEntry(
         "K2-INT-003",
@@ -228,7 +228,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         "K2-GAT-001",
         ExitCode.GATE_FAILED,
         "A gate failed; no user was touched.",
-        "Read the verdict (`k2ctl receipt RELEASE`); fix the cause and make a new release.",
+        "Read why: `k2ctl status RELEASE`, artifact k2-gate-NAME. Fix the cause and make a new release.",
     ),
     CatalogueEntry(
         "K2-GAT-002",

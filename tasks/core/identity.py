@@ -74,8 +74,8 @@ def check_release_id(release_id: str) -> str:
 def check_relative_path(path: str) -> str:
     """Return the path if it stays inside the checkpoint; raise InputError for anything else.
 
-    Refused: absolute paths, `..`, empty or `.` parts, backslashes, NUL and control characters, what has no UTF-8 form
-    (staging.md section 5, duty 10), and the names that the stager keeps for itself.
+     Refused: absolute paths, `..`, empty or `.` parts, backslashes, NUL and control characters, what has no UTF-8 form
+    , and the names that the stager keeps for itself.
     """
     parts = path.split("/")
     unsafe = (

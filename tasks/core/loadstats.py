@@ -33,8 +33,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 def end_to_end_figures(samples: Sequence[LoadSample], gpus: int, usd_per_gpu_hour: float) -> tuple[Figure, ...]:
     """Return the end-to-end figures of one load: rates over its whole span, latencies of its successful requests.
 
-    The span is from the first start to the last end, ramp and tail included, as SGLang's own benchmark reports it
-    (engine.md section 3). `usd_per_mtok_output_end_to_end` counts all `gpus` of the unit, prefill and decode.
+    The span is from the first start to the last end, ramp and tail included, as sglang.benchmark.serving reports it.
+    `usd_per_mtok_output_end_to_end` counts all `gpus` of the unit, prefill and decode.
     """
     good = [sample for sample in samples if sample.ok]
     span_s = max((s.started_s + s.latency_s for s in samples), default=0.0) - min(

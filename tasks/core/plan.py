@@ -11,7 +11,7 @@ from tasks.core.lock import Lock
 from tasks.core.spec import Release, Site
 from tasks.core.units import format_bytes, format_duration, format_usd
 
-# Classes of change (design.md section 2), from least to most.
+# Classes of change, from least to most.
 NONE, POLICY, ROUTER, ARGUMENTS, IMAGE, WEIGHTS, FIRST = (
     "none",
     "policy",

@@ -80,6 +80,14 @@ def staged_label(lock_digest: str) -> str:
     return f"staged.k2-release.io/{lock_digest[:12]}"
 
 
+def placed_label(serving12: str) -> str:
+    """Return the node label that says that a node was chosen for a serving set (value `true`).
+
+    Placement is by label and not by name in the pod template, so that a replaced node changes no template.
+    """
+    return f"placed.k2-release.io/{serving12}"
+
+
 def pull_job_name(lock_digest: str, puller: int) -> str:
     """Return the name of a puller's Job."""
     return f"k2-pull-{lock_digest[:8]}-{puller}"
@@ -174,7 +182,8 @@ def _render_group(
 def _fill_engine_pod(spec: Object, release: Release, lock: Lock, site: Site, group: GroupShape) -> None:
     profile = release.profile
     terms = at(spec, ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"))
-    wanted = {staged_label(lock.digest): "true", **_sorted(site.node_selector)}
+    placed = placed_label(release.serving_digest(lock.digest)[:12])
+    wanted = {staged_label(lock.digest): "true", placed: "true", **_sorted(site.node_selector)}
     terms["nodeSelectorTerms"] = [
         {"matchExpressions": [{"key": key, "operator": "In", "values": [value]} for key, value in wanted.items()]}
     ]

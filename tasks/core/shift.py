@@ -100,14 +100,20 @@ def judge(plan: TrafficPlan, seen: Observation) -> Health:
         )
     if seen.user_errors > plan.max_error_share * max(seen.user_requests, plan.min_samples):
         return _users_fail(plan, seen)
+    limit_s = plan.max_p95_s
+    slow = [probe.latency_s for probe in seen.probes if probe.latency_s > limit_s and math.isfinite(probe.latency_s)]
+    enough = max(len(seen.probes), plan.min_samples)
+    if len(slow) > enough - math.ceil(0.95 * enough):
+        return Health(
+            FAIL,
+            f"{len(slow)} of {len(seen.probes)} graded probes took {min(slow):.2f} s or more, p95 limit {limit_s:g} s",
+        )
     if len(seen.probes) < plan.min_samples:
         return Health(INCONCLUSIVE, f"only {len(seen.probes)} probes, {plan.min_samples} are needed")
     latencies = [probe.latency_s for probe in seen.probes]
     if not all(map(math.isfinite, latencies)):
         return Health(INCONCLUSIVE, "a latency is not a number")
     p95 = percentile(latencies, 0.95)
-    if p95 > plan.max_p95_s:
-        return Health(FAIL, f"p95 of graded probes {p95:.2f} s, limit {plan.max_p95_s:g} s")
     if not math.isfinite(seen.user_requests) or not math.isfinite(seen.user_errors):
         return Health(INCONCLUSIVE, "the gateway's counts of user requests are missing")
     if seen.user_requests > 0 and seen.user_errors / seen.user_requests > plan.max_error_share:
@@ -141,8 +147,8 @@ def decide(plan: TrafficPlan, state: RouteState, seen: Observation, now: float) 
     if left > 0:
         return Bake(min(left, plan.check_interval_s))
     if health.outcome == INCONCLUSIVE:
-        # Once more as long is given for data to arrive, and a check for each sample; then a person decides.
-        patience_s = max(plan.bake_s, plan.min_samples * plan.check_interval_s)
+        # Once more as long is given for data to arrive, and time for each sample; then a person decides.
+        patience_s = max(plan.bake_s, plan.min_samples * (plan.check_interval_s + plan.max_p95_s))
         return Bake(plan.check_interval_s) if -left < patience_s else Hold(health.reason)
     following = next_percent(plan, state.candidate_percent)
     return Complete() if following is None else SetWeight(following)

@@ -50,7 +50,7 @@ def compare(lock: Lock, observed: Iterable[ObservedFile]) -> Verification:
     """Return what differs between the lock and the observed files.
 
     A size never proves anything: a file without an observed sha256 is a mismatch, also when its size is right
-    (staging.md section 0: every tool in the usual path accepts a full-length file with wrong bytes).
+    (huggingface_hub#3643: a download reported as a success with the right sizes and the wrong bytes).
     """
     found = {file.path: file for file in observed}
     mismatched, missing = [], []

@@ -78,7 +78,7 @@ def _difference(node: str, problems: list[Mismatch], lock: Lock) -> IntegrityErr
         where=f"{node}: {first.path}",
         got=first.got,
         expected=first.expected or lock.file(first.path).sha256,
-        hint=f"Delete {first.path} on {node} and run the release again: only that file is staged anew.",
+        hint=f"Delete {first.path} on {node}, start no engine there: the next release of these weights stages it.",
         details={
             "node": node,
             "problems": [

@@ -42,19 +42,46 @@ def run_jobs(
         UnavailableError: a Job failed and left no message.
         NotReadyError: not all were done before the deadline.
     """
+    results = follow_jobs(ports, step, jobs, total_bytes, deadline_s, stop_at_failure=True)
+    return [_raised(result) for result in results]
+
+
+def follow_jobs(
+    ports: Ports,
+    step: str,
+    jobs: Sequence[dict[str, Any]],
+    total_bytes: int,
+    deadline_s: float,
+    *,
+    stop_at_failure: bool,
+) -> list[JobResult | K2Error]:
+    """Do as `run_jobs` does, but return a failed Job's error in its place; the first one is raised where wanted."""
     running = _attach_or_start(ports, jobs)
     started = ports.clock.now()
     seen: dict[str, float] = {}
-    results: dict[str, JobResult] = {}
+    results: dict[str, JobResult | K2Error] = {}
     while len(results) < len(running):
         for job in running:
-            if job.name not in results and (result := _result(ports, job)) is not None:
-                results[job.name] = result
+            if job.name not in results and (result := _outcome(ports, job)) is not None:
+                results[job.name] = _raised(result) if stop_at_failure else result
         _show(ports, step, running, results, seen, total_bytes)
         if len(results) < len(running):
             _check_deadline(ports, step, [j.name for j in running if j.name not in results], started, deadline_s)
             ports.clock.sleep(_POLL_S)
     return [results[job.name] for job in running]
+
+
+def _raised(result: JobResult | K2Error) -> JobResult:
+    if isinstance(result, K2Error):
+        raise result
+    return result
+
+
+def _outcome(ports: Ports, job: _Job) -> JobResult | K2Error | None:
+    try:
+        return _result(ports, job)
+    except K2Error as error:
+        return error
 
 
 def _attach_or_start(ports: Ports, jobs: Sequence[dict[str, Any]]) -> list[_Job]:
@@ -145,7 +172,7 @@ def _show(
     ports: Ports,
     step: str,
     running: Sequence[_Job],
-    results: Mapping[str, JobResult],
+    results: Mapping[str, JobResult | K2Error],
     seen: dict[str, float],
     total_bytes: int,
 ) -> None:

@@ -18,6 +18,7 @@ from tasks.steps.documents import get_live, get_receipt, put_live, put_receipt
 from tasks.steps.gating import workload_digest
 from tasks.steps.holder import TrafficHolder
 from tasks.steps.journal import records, states
+from tasks.steps.placement import place
 from tasks.steps.rollout import is_ready, set_pods
 from tasks.steps.traffic import read_live_route, write_live_route
 
@@ -291,4 +292,5 @@ def delete_set(ports: Ports, serving: str) -> list[str]:
         for obj in ports.cluster.list_objects(kind, {"k2-release.io/serving": serving}):
             ports.cluster.delete(kind, obj["metadata"]["name"], uid=obj["metadata"]["uid"])
             removed.append(f"{kind}/{obj['metadata']['name']}")
+    place(ports, serving, ())
     return removed

@@ -14,6 +14,7 @@ from tasks.core.topology import placement_of
 from tasks.steps.capacity import read_nodes
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import put_by_digest
+from tasks.steps.placement import place
 from tasks.steps.staging import require_markers
 
 _POLL_S = 0.5
@@ -32,6 +33,7 @@ def rollout_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict[s
     """
     require_markers(ports, subject.lock, nodes)
     objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
+    place(ports, subject.serving, nodes)
     for obj in objects:
         ports.cluster.apply(obj)
     readiness = _wait(ports, subject, nodes)

@@ -13,7 +13,7 @@ from tasks.core.marker import Marker, check_marker_against_lock, marker_from_dat
 from tasks.core.render import render_stage_job, staged_label
 from tasks.core.units import format_bytes
 from tasks.steps.context import Ports, Subject
-from tasks.steps.jobs import run_jobs
+from tasks.steps.jobs import JobResult, follow_jobs, run_jobs
 
 _STAGE_DEADLINE_S = 2 * 3600.0
 
@@ -121,30 +121,34 @@ def _parse_marker(data: bytes, node: str) -> Marker:
 def _stage_spares(
     ports: Ports, subject: Subject, spares: Sequence[str], uids: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    rows = []
+    """Stage the spares and return a row for each: one that fails is said so, and keeps no other from being used."""
     jobs = [
         render_stage_job(subject.lock, ports.site, ports.templates, subject.release.images.tool, node, uids[node])
         for node in spares
     ]
+    total = subject.lock.total_bytes * len(jobs)
     try:
-        results = run_jobs(ports, "stage spares", jobs, subject.lock.total_bytes * len(jobs), _STAGE_DEADLINE_S)
-        rows = [
-            _barrier(ports, subject.lock, node, result.message) for node, result in zip(spares, results, strict=True)
-        ]
+        results = follow_jobs(ports, "stage spares", jobs, total, _STAGE_DEADLINE_S, stop_at_failure=False)
     except K2Error as error:
-        ports.progress.say(f"stage: spares are not all staged ({error}); the release goes on without them")
-        return [
-            {
-                "node": node,
-                "outcome": "not staged",
-                "files": 0,
-                "marker_sha256": "",
-                "bytes_written": 0,
-                "files_kept": 0,
-            }
-            for node in spares
-        ]
-    return rows
+        results = [error for _ in spares]
+    return [_spare_row(ports, subject.lock, node, result) for node, result in zip(spares, results, strict=True)]
+
+
+def _spare_row(ports: Ports, lock: Lock, node: str, result: JobResult | K2Error) -> dict[str, Any]:
+    try:
+        if isinstance(result, K2Error):
+            raise result
+        return _barrier(ports, lock, node, result.message)
+    except K2Error as error:
+        ports.progress.say(f"stage: spare {node} is not staged ({error}); the release goes on without it")
+        return {
+            "node": node,
+            "outcome": "not staged",
+            "files": 0,
+            "marker_sha256": "",
+            "bytes_written": 0,
+            "files_kept": 0,
+        }
 
 
 def _unlabel(ports: Ports, lock: Lock, nodes: Sequence[str]) -> None:

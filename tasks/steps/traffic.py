@@ -53,7 +53,7 @@ def read_live_route(ports: Ports) -> tuple[RouteState, dict[str, Any]]:
             "K2-RDY-002",
             "The site has no live route.",
             where=f"HTTPRoute {LIVE_ROUTE}",
-            hint="k2ctl site init --site S",
+            hint="k2ctl site init --release R --site S",
         )
     return read_route(obj), obj
 

@@ -135,6 +135,10 @@ class Faults:
         self._at = at
         self._after = after
 
+    def kill(self) -> None:
+        """Kill the process now: its next call does not reach the world."""
+        self._at = self.calls
+
     def wrap(self, port: Any) -> Any:
         return _Faulty(port, self)
 

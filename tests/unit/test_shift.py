@@ -54,7 +54,9 @@ def seen(*probes, requests=0.0, errors=0.0):
         (seen(*[WRONG] * 4), FAIL),
         (seen(WRONG), FAIL),  # 3 more right ones would still be 1 of 4
         (seen(*[SLOW] * 4), FAIL),
-        (seen(*[SLOW] * 3), INCONCLUSIVE),
+        (seen(SLOW), FAIL),  # p95 of 4 is the slowest
+        (seen(*[RIGHT] * 19, SLOW), PASS),
+        (seen(*[RIGHT] * 18, SLOW, SLOW), FAIL),
         (seen(*[RIGHT] * 3, Probe(math.nan, "")), INCONCLUSIVE),
         (seen(*[RIGHT] * 99, Probe(math.nan, "")), INCONCLUSIVE),
         (seen(*[RIGHT] * 99, Probe(math.inf, "")), INCONCLUSIVE),
@@ -90,9 +92,9 @@ def test_next_percent(percent, following):
         (at(100), GOOD, 9.0, Bake(1.0)),
         (at(100), GOOD, 10.0, Complete()),
         (at(1), NOTHING, 10.0, Bake(1.0)),
-        (at(1), NOTHING, 19.9, Bake(1.0)),
-        (at(1), NOTHING, 20.0, Hold),
-        (at(100), NOTHING, 20.0, Hold),
+        (at(1), NOTHING, 33.9, Bake(1.0)),
+        (at(1), NOTHING, 34.0, Hold),
+        (at(100), NOTHING, 34.0, Hold),
         (at(1), BAD, 0.0, Revert),
         (at(100), BAD, 50.0, Revert),
         (at(1, phase=REVERTED), GOOD, 10.0, Hold),
@@ -109,7 +111,7 @@ def test_a_plan_without_bake_still_waits_for_its_samples():
     plan = replace(PLAN, bake_s=0.0)
     assert decide(plan, at(1), NOTHING, 0.0) == Bake(1.0)
     assert decide(plan, at(1), GOOD, 0.0) == SetWeight(10)
-    assert isinstance(decide(plan, at(1), NOTHING, 4.0), Hold)
+    assert isinstance(decide(plan, at(1), NOTHING, 24.0), Hold)
 
 
 @pytest.mark.parametrize(
