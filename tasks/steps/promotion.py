@@ -216,8 +216,9 @@ def retire_step(ports: Ports, release: Release, holder: TrafficHolder) -> dict[s
     if state.candidate is not None and state.candidate.release == release.id:
         left = replace(left, candidate=None, phase=STABLE, reason="")
     serving = _serving_off(ports, release, state, left)
-    _drain(ports, serving)
     if left != state:
+        # Only a set on the route can have users; of one that is half deleted already nobody could ask.
+        _drain(ports, serving)
         write_live_route(ports, replace(left, generation=holder.generation), obj, holder)
     removed = delete_set(ports, serving) if serving else []
     if not removed:

@@ -1,0 +1,82 @@
+"""`receipt --verify`: every digest is computed again, down to the nodes."""
+
+import json
+
+import pytest
+
+from tasks.core.errors import InputError, IntegrityError
+from tasks.steps.audit import verify_receipt
+from tests.fakes.pipeline import bring_up, promote
+from tests.fakes.small_world import World, release
+
+WHAT = release()
+
+
+@pytest.fixture
+def done():
+    world = World()
+    bring_up(world.ports(), WHAT)
+    return world, promote(world.ports(), WHAT)
+
+
+def verify(world, body):
+    return verify_receipt(world.ports(), json.loads(json.dumps(body)))
+
+
+def test_every_digest_holds(done):
+    world, body = done
+    rows = verify(world, body)
+    assert [row["what"] for row in rows] == [
+        "lock", "serving", "policy", "manifests", "samples of smoke", "samples of throughput",
+        "node-1: 5 files", "node-2: 5 files", "node-3: 5 files",
+    ]  # fmt: skip
+    assert len([name for name in world.jobs_run if name.startswith("k2-verify-")]) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body["release"]["traffic"].update(bake_s=0.1),
+        lambda body: body["release"]["retention"].update(hold_s=0.1),
+        lambda body: body["release"]["images"].update(engine="other"),
+        lambda body: body["release"]["profile"]["groups"][1]["args"].update({"tp-size": 1}),
+        lambda body: body["gates"]["throughput"]["verdict"].update(samples_digest="0" * 64),
+        lambda body: body.update(policy_digest="0" * 64),
+        lambda body: body.update(serving_digest="0" * 64),
+    ],
+)
+def test_a_receipt_that_was_touched_does_not_hold(done, change):
+    world, body = done
+    change(body := json.loads(json.dumps(body)))
+    with pytest.raises(IntegrityError) as caught:
+        verify(world, body)
+    assert caught.value.code == "K2-INT-003"
+
+
+@pytest.mark.parametrize("prefix", ["locks/", "manifests/", "samples/"])
+def test_a_document_that_was_touched_or_is_gone_does_not_hold(done, prefix):
+    world, body = done
+    key = next(key for key in world.store.objects if key.startswith(prefix))
+    kept = world.store.objects[key]
+    world.store.objects[key] = kept + b" "
+    with pytest.raises(IntegrityError):
+        verify(world, body)
+    del world.store.objects[key]
+    with pytest.raises(InputError):
+        verify(world, body)
+
+
+def test_other_bytes_on_a_node_are_the_nodes_own_word(done):
+    world, body = done
+    error = IntegrityError("K2-INT-002", "Other bytes.", where="node-2: model-1-of-2.safetensors")
+    world.broken_jobs[f"k2-verify-{body['lock']['digest'][:8]}-node-2"] = error.as_data()
+    with pytest.raises(IntegrityError) as caught:
+        verify(world, body)
+    assert caught.value.where == "node-2: model-1-of-2.safetensors"
+
+
+def test_a_node_that_looked_at_fewer_files_is_not_believed(done):
+    world, body = done
+    world._program = lambda module, options: {"node": options["--node"], "checked": 4}
+    with pytest.raises(IntegrityError):
+        verify(world, body)
