@@ -58,7 +58,7 @@ def traffic(bake_s: float = 4.0) -> dict[str, Any]:
         "check_interval_s": min(1.0, bake_s / 2),
         "min_samples": 4,
         "max_error_share": 0.1,
-        "max_p95_s": 2.5,
+        "max_p95_s": 1.0,
     }
 
 

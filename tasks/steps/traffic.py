@@ -105,10 +105,10 @@ def route_is_live(obj: dict[str, Any], generation: int) -> bool:
     )
 
 
-def probe_set(ports: Ports, serving: str, count: int) -> list[Probe]:
-    """Send graded requests to one set by its probe route and return how each went."""
+def probe_set(ports: Ports, serving: str, count: int, first: int = 0) -> list[Probe]:
+    """Send graded requests to one set by its probe route, each prompt in turn, and return how each went."""
     probes = []
-    for number in range(count):
+    for number in range(first, first + count):
         prompt = SMOKE_PROMPTS[number % len(SMOKE_PROMPTS)]
         try:
             answer = ports.engine.ask(
@@ -155,7 +155,7 @@ def shift_step(ports: Ports, subject: Subject, holder: TrafficHolder) -> dict[st
         if isinstance(action, Bake):
             # Never so long that the Lease runs out between two renewals.
             ports.clock.sleep(min(action.seconds, plan.check_interval_s, ports.site.lease_duration_s / 3))
-            probes.extend(probe_set(ports, candidate.serving, 2))
+            probes.extend(probe_set(ports, candidate.serving, 2, len(probes)))
             holder.renew()
             _check_still_ours(ports, state)
             continue
