@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH ?=
+TIER ?=
 
-.PHONY: setup rehearse rehearse-full test test-guards check format controlplane bench lock golden clean help
+.PHONY: setup rehearse rehearse-full test test-guards test-rehearsal record check format controlplane bench lock golden clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -48,6 +49,12 @@ format: setup ## rewrite the sources in the project's format
 bench: setup ## one benchmark: make bench BENCH=name; the last line is one JSON object
 	@test -n "$(BENCH)" || { ls tests/bench/*.py | sed 's|.*/||; s|\.py$$||; s/^/BENCH=/'; exit 2; }
 	@$(BIN)/python tests/bench/$(BENCH).py
+
+test-rehearsal: setup ## scenarios on real servers: again, limits, arguments, kills, injections (about 15 minutes)
+	@$(BIN)/python -m pytest -q --timeout=900 tests/rehearsal
+
+record: setup ## run a heavier tier and keep its result as JSON: make record TIER=rehearse
+	@$(BIN)/python tests/tiers/record.py $(TIER)
 
 golden: setup ## rewrite the golden files; read the diff before you commit it
 	@$(BIN)/python tests/golden/rewrite.py

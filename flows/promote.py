@@ -13,22 +13,8 @@ from flows.release import ReleaseParameter, SiteParameter
 from tasks import traffic
 from tasks.order import Order, ending, open_order
 
-ApproverParameter = Annotated[
-    str,
-    Field(
-        title="Approver",
-        description="Who lets this release have traffic: a person's name, or the CI job.",
-        min_length=2,
-        max_length=100,
-        json_schema_extra={"position": 2},
-    ),
-]
-CommentParameter = Annotated[
-    str,
-    Field(
-        title="Comment", description="Why now; kept in the receipt.", max_length=500, json_schema_extra={"position": 3}
-    ),
-]
+ApproverParameter = Annotated[str, Field(min_length=2, max_length=100)]
+CommentParameter = Annotated[str, Field(max_length=500)]
 
 
 @flow(name="promote", flow_run_name="promote-{release}", retries=0, persist_result=False)
@@ -38,6 +24,12 @@ def promote(
     """Shift traffic to a gated release by its traffic plan, revert first on a failed check, then promote it.
 
     Starting this flow *is* the approval. Run it again after any death: it goes on from what the route says.
+
+    Args:
+        release: Id of a release file in the site's releases directory, or the path of one as the worker sees it.
+        approver: Who lets this release have traffic: a person's name, or the CI job.
+        site: Path of the site file as the worker sees it; empty for the worker's own site.
+        comment: Why now; kept in the receipt.
     """
     order = open_order(release, site)
     with ending(order, "promote") as result:

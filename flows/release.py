@@ -10,25 +10,9 @@ from pydantic import Field
 from tasks import cluster, gates, staging, weights
 from tasks.order import Order, ending, open_order
 
-ReleaseParameter = Annotated[
-    str,
-    Field(
-        title="Release",
-        description="Id of a release file in the site's releases directory, or the path of one.",
-        min_length=1,
-        max_length=400,
-        json_schema_extra={"position": 0},
-    ),
-]
-SiteParameter = Annotated[
-    str,
-    Field(
-        title="Site",
-        description="Path of the site file as the worker sees it; empty for the worker's own site.",
-        max_length=400,
-        json_schema_extra={"position": 1},
-    ),
-]
+# The form's help comes from the docstring's Args; the limits are checked by the server before a run exists.
+ReleaseParameter = Annotated[str, Field(min_length=1, max_length=400)]
+SiteParameter = Annotated[str, Field(max_length=400)]
 
 
 @flow(name="release", flow_run_name="release-{release}", retries=0, persist_result=False)
@@ -36,6 +20,10 @@ def release(release: ReleaseParameter, site: SiteParameter = "") -> dict[str, An
     """Bring a release to *gated*: weights verified on every node, engines ready, gates passed, no user touched.
 
     Run it again after any death: each step looks at the world and does what is missing.
+
+    Args:
+        release: Id of a release file in the site's releases directory, or the path of one as the worker sees it.
+        site: Path of the site file as the worker sees it; empty for the worker's own site.
     """
     order = open_order(release, site)
     with ending(order, "release") as result:

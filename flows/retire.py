@@ -13,7 +13,12 @@ from tasks.order import ending, open_order
 
 @flow(name="retire", flow_run_name="retire-{release}", retries=0, persist_result=False)
 def retire(release: ReleaseParameter, site: SiteParameter = "") -> dict[str, Any]:
-    """Take down the set of a release that no longer serves, after its hold and with nothing in flight."""
+    """Take down the set of a release that no longer serves, after its hold and with nothing in flight.
+
+    Args:
+        release: Id of a release file in the site's releases directory, or the path of one as the worker sees it.
+        site: Path of the site file as the worker sees it; empty for the worker's own site.
+    """
     order = open_order(release, site)
     with ending(order, "retire") as result:
         done = traffic.retire(order)

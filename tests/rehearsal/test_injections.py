@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,10 @@ def test_first(tmp_path: Path) -> None:
     assert code == 0
     assert document["outcome"] == "promoted"
     assert document["live"] == "k2-rehearsal-2"
+    receipt = json.loads(Path(document["receipt"]).read_text())
+    throughput = receipt["gates"]["throughput"]["verdict"]
+    assert "no baseline" in throughput["reason"]
+    assert throughput["outcome"] == "pass"
 
 
 def test_first_with_a_failed_gate_stays_parked(tmp_path: Path) -> None:
