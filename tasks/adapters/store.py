@@ -1,7 +1,6 @@
-"""The object store over S3.
+"""The object store over S3, by boto3's client; resources and the transfer manager are not used.
 
-Botocore, the core of boto3, is used without boto3's own layer (sessions, resources, the transfer manager): nothing of
-it is needed here, and short-lived programs on nodes start in half the time. It is imported with the first client.
+boto3 is imported with the first client, so that programs which need none start at once.
 
 Every write carries a sha256 that the store checks and that is part of the signed headers, so the body is not hashed a
 second time for the signature.
@@ -93,10 +92,10 @@ class S3Store:
 
     @cached_property
     def _client(self) -> Any:
+        from boto3.session import Session
         from botocore.config import Config
-        from botocore.session import Session
 
-        return Session().create_client(
+        return Session().client(
             "s3",
             region_name=self._region,
             endpoint_url=self._endpoint,

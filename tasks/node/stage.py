@@ -22,14 +22,15 @@ from typing import TYPE_CHECKING, Any
 from tasks.core.errors import InputError, IntegrityError, K2Error, UnavailableError
 from tasks.core.lock import Lock, LockedFile
 from tasks.core.marker import MARKER_FILE, Marker, StagedFile
+from tasks.core.staging import check_room, plan_staging
 from tasks.core.units import format_bytes
 from tasks.node import directory_lock
 from tasks.node.environment import ENVIRONMENT_HELP, store_from_environment
 from tasks.node.program import ProgressLines, Stop, StoppedError, run, say
 from tasks.node.staged_directory import (
-    check_room,
-    examine,
     read_marker,
+    read_room,
+    read_stats,
     refuse_links,
     remove_marker,
     sweep_orphans,
@@ -101,20 +102,21 @@ class Stager:
         if swept_bytes := sweep_orphans(self._directory):
             say(f"swept {format_bytes(swept_bytes)} that a dead stager left")
         marker = self._old_marker()
-        findings = examine(self._directory, self._lock, marker, self._node.name, self._node.uid)
-        jobs = (*findings.to_write, *findings.to_hash)
+        stats = read_stats(self._directory, self._lock)
+        plan = plan_staging(self._lock, marker, stats, self._node.name, self._node.uid)
+        jobs = (*plan.to_write, *plan.to_hash)
         if jobs or marker is None or marker.lock_digest != self._lock.digest:
             remove_marker(self._directory)
             marker = None
-        check_room(self._directory, self._node.name, findings.to_write, self._reserve_bytes)
+        check_room(plan, read_room(self._directory), self._reserve_bytes, f"{self._node.name}: {self._directory}")
         say(
-            f"{self._node.name}: {len(findings.kept)} files kept, {len(findings.to_hash)} to hash, "
-            f"{len(findings.to_write)} to write ({format_bytes(sum(f.size_bytes for f in findings.to_write))})"
+            f"{self._node.name}: {len(plan.kept)} files kept, {len(plan.to_hash)} to hash, "
+            f"{len(plan.to_write)} to write ({format_bytes(plan.bytes_to_write)})"
         )
         done = self._work(jobs, threads)
         written = [staged.file for staged in done if staged.written]
         if marker is None:
-            marker = self._leave_marker((*findings.kept, *(staged.file for staged in done)))
+            marker = self._leave_marker((*plan.kept, *(staged.file for staged in done)))
         self._publish(marker)
         return {
             "node": self._node.name,

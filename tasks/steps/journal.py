@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from tasks.core.errors import ConflictError, K2Error
@@ -49,8 +51,9 @@ def states(store: Store, release: str) -> dict[str, StepState]:
 def recorded(ports: Ports, release: str, step: str, act: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """Carry out a step between its records and return what it found.
 
-    A K2Error is recorded with its data and raised on; anything else is recorded by its class name and raised on, so
-    that nothing that a library put into a message (a token, a URL with a signature) reaches the ledger (I6).
+    A K2Error is recorded with its data and raised on. Anything else becomes a K2Error that names its class and the
+    place in the code, so that nothing that a library put into a message (a token, a URL with a signature) reaches the
+    ledger or the orchestrator's log (I6).
     """
     append(ports.store, Record(release, step, STARTED, ports.run, ports.clock.now()))
     ports.progress.say(f"{step}: started")
@@ -62,13 +65,27 @@ def recorded(ports: Ports, release: str, step: str, act: Callable[[], Mapping[st
         ports.progress.say(f"{step}: failed: {error}")
         raise
     except BaseException as error:
-        _failed(ports, release, step, K2Error("K2-UNX-001", f"The step ended with {type(error).__name__}.", where=step))
+        unknown = _unknown(step, error)
+        _failed(ports, release, step, unknown)
+        if isinstance(error, Exception):
+            raise unknown from None
         raise
     data.setdefault("outcome", "done")
     append(ports.store, Record(release, step, FINISHED, ports.run, ports.clock.now(), data))
     note = f" - {data['note']}" if data.get("note") else ""
     ports.progress.say(f"{step}: {data['outcome']} in {ports.clock.now() - began:.1f} s{note}")
     return data
+
+
+def _unknown(step: str, error: BaseException) -> K2Error:
+    frames = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in extract_tb(error.__traceback__)]
+    return K2Error(
+        "K2-UNX-001",
+        f"The step ended with {type(error).__name__}.",
+        where=step,
+        got=" < ".join(reversed(frames[-6:])),
+        expected="an outcome or a known error",
+    )
 
 
 def _failed(ports: Ports, release: str, step: str, error: K2Error) -> None:

@@ -42,7 +42,9 @@ from tests.fakes.steady_clock import SteadyClock
 
 TEMPLATES = load_templates("sglang")
 PROFILE = load_profile("rehearsal-1p2d")
-IMAGES = Images(*(f"registry.example.com/{n}@sha256:{d * 64}" for n, d in (("engine", "1"), ("router", "2"), ("t", "3"))))
+IMAGES = Images(
+    *(f"registry.example.com/{n}@sha256:{d * 64}" for n, d in (("engine", "1"), ("router", "2"), ("t", "3")))
+)
 MODEL_CONFIG = {
     "n_routed_experts": 384,
     "intermediate_size": 18432,
@@ -57,7 +59,11 @@ def checkpoint(seed: str = "a") -> dict[str, bytes]:
     """Return the files of a checkpoint of two shards."""
     shards = {f"model-{n}-of-2.safetensors": f"{seed} shard {n}".encode() * 50 for n in (1, 2)}
     index = {"weight_map": {f"layer.{n}": path for n, path in enumerate(shards)}}
-    small = {"config.json": json.dumps(MODEL_CONFIG), "model.safetensors.index.json": json.dumps(index), "code.py": "pass"}
+    small = {
+        "config.json": json.dumps(MODEL_CONFIG),
+        "model.safetensors.index.json": json.dumps(index),
+        "code.py": "pass",
+    }
     return shards | {path: text.encode() for path, text in small.items()}
 
 

@@ -124,6 +124,23 @@ def test_the_import_probe_itself_refuses():
     assert "not to be imported" in import_without(["prefect"], ["flows.release"]).stderr
 
 
+def calls_of(path, names):
+    """Return where a file calls a method of one of these names."""
+    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+    attributes = [n.func for n in nodes if isinstance(n.func, ast.Attribute) and n.func.attr in names]
+    return [f"{path.relative_to(ROOT)}:{found.lineno} {ast.unparse(found)}" for found in attributes]
+
+
+def test_no_byte_of_the_model_goes_through_a_flow():
+    """Only programs on nodes stream: the flow side never opens a file of the Hub or a blob of the store."""
+    streaming = {"open_file", "open", "put_part", "start_upload", "finish_upload"}
+    flow_side = [p for p in MODULES if p.relative_to(ROOT).parts[:2] in (("tasks", "steps"),) or p.parts[-2] == "tasks"]
+    flow_side += [p for p in MODULES if p.relative_to(ROOT).parts[0] == "flows" and p.stem != "rehearsing"]
+    assert len(flow_side) > 25
+    assert [call for path in flow_side for call in calls_of(path, streaming)] == []
+    assert calls_of(ROOT / "tasks/node/transfer.py", streaming)
+
+
 def deployments():
     return yaml.safe_load((ROOT / "infra/prefect/prefect.yaml").read_text())
 

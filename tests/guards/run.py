@@ -1,0 +1,286 @@
+"""Takes each invariant's guard out of a copy of the tree and shows the test that turns red.
+
+A test that stays green without the guard that it is about proves nothing; this finds it. Run by `make test-guards`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("flows", "tasks", "manifests", "infra", "tests", "pyproject.toml")
+TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One guard: the text that is it, the text without it, and the tests that must turn red."""
+
+    invariant: str
+    what: str
+    file: str
+    there: str
+    without: str
+    tests: tuple[str, ...]
+
+
+GUARDS = (
+    Guard(
+        "I1",
+        "bytes are compared with the lock before they get their final name",
+        "tasks/node/verified_file.py",
+        "            check_content(path, expected, writer.size_bytes, writer.sha256)\n",
+        "",
+        ("tests/unit/test_stage.py::test_wrong_bytes_twice_fail_and_name_node_and_file",),
+    ),
+    Guard(
+        "I2",
+        "every marker is read before a group is created",
+        "tasks/steps/rollout.py",
+        "    require_markers(ports, subject.lock, nodes)\n",
+        "",
+        ("tests/unit/test_step_rollout.py::test_no_group_is_created_before_every_marker_is_right",),
+    ),
+    Guard(
+        "I2",
+        "a marker is compared with the lock file by file",
+        "tasks/steps/staging.py",
+        "        check_marker_against_lock(marker, lock, node)\n",
+        "",
+        ("tests/unit/test_step_staging.py::test_the_barrier_reads_every_marker",),
+    ),
+    Guard(
+        "I2",
+        "every engine pod checks the marker on its own disk",
+        "manifests/engines/sglang/decode.yaml",
+        "command: [python, -m, tasks.node.marker_check]",
+        "command: [python, -m, tasks.node.probe]",
+        ("tests/unit/test_step_rollout.py::test_every_engine_pod_checks_the_marker_itself_and_wants_a_staged_node",),
+    ),
+    Guard(
+        "I2",
+        "engine pods go to staged nodes only",
+        "tasks/core/render.py",
+        'staged_label(lock.digest): "true", ',
+        "",
+        ("tests/unit/test_step_rollout.py::test_every_engine_pod_checks_the_marker_itself_and_wants_a_staged_node",),
+    ),
+    Guard(
+        "I3",
+        "an older generation does not write the route",
+        "tasks/steps/traffic.py",
+        "    check_fence(read_route(obj).generation, holder.generation)\n",
+        "",
+        ("tests/unit/test_step_traffic.py::test_an_older_holder_is_fenced_off_by_the_route_alone",),
+    ),
+    Guard(
+        "I3",
+        "the lease is renewed before each write",
+        "tasks/steps/traffic.py",
+        "    holder.renew()\n    backends",
+        "    backends",
+        ("tests/unit/test_step_traffic.py::test_an_older_holder_is_fenced_off",),
+    ),
+    Guard(
+        "I3",
+        "who resumes a shift claims the route first",
+        "tasks/steps/traffic.py",
+        "        state = _claim(ports, state, holder)\n",
+        "",
+        (
+            "tests/unit/test_step_traffic.py"
+            "::test_a_sleeper_whose_write_is_on_its_way_is_fenced_off_by_the_one_who_resumes",
+        ),
+    ),
+    Guard(
+        "I3",
+        "a weight that a human hand wrote stops the shift",
+        "tasks/core/route.py",
+        "    check_weights(obj, state)\n",
+        "",
+        (
+            "tests/unit/test_step_traffic.py::test_a_human_hand_is_not_written_over_by_an_abort_either",
+            "tests/unit/test_route.py::test_weights_that_nobody_of_us_wrote_are_a_human_hand",
+        ),
+    ),
+    Guard(
+        "I4",
+        "traffic goes back to the stable set only if that answers",
+        "tasks/core/shift.py",
+        "    if _answers(stable_probes):\n        return Revert(reason)\n",
+        "    return Revert(reason)\n",
+        ("tests/unit/test_step_traffic.py::test_stable_that_does_not_answer_gets_nobody_back",),
+    ),
+    Guard(
+        "I4",
+        "the safe set is proved by observed requests",
+        "tasks/steps/traffic.py",
+        "    if set(served) != {expected}:\n",
+        "    if not served:\n",
+        ("tests/unit/test_step_traffic.py::test_a_proof_that_fails_is_said_and_is_still_a_revert",),
+    ),
+    Guard(
+        "I5",
+        "a shift is resumed from what the route says",
+        "tasks/steps/traffic.py",
+        "    if state.candidate == candidate and state.phase in (SHIFTING, HELD):\n",
+        "    if state.phase == HELD:\n",
+        ("tests/unit/test_step_traffic.py::test_a_death_at_any_call_and_a_second_run_give_the_same_end",),
+    ),
+    Guard(
+        "I6",
+        "a library's words do not get into the ledger",
+        "tasks/steps/journal.py",
+        'f"The step ended with {type(error).__name__}."',
+        'f"The step ended with {error}."',
+        ("tests/unit/test_step_journal.py::test_what_a_library_says_never_gets_into_the_ledger",),
+    ),
+    Guard(
+        "I7",
+        "no byte of the model goes through a flow",
+        "tasks/steps/weights.py",
+        "    jobs = render_pull_jobs(",
+        '    b"".join(ports.hub.open_file(lock.repo, lock.revision, missing[0].path, 0))\n    jobs = render_pull_jobs(',
+        ("tests/unit/test_layout.py::test_no_byte_of_the_model_goes_through_a_flow",),
+    ),
+    Guard(
+        "I8",
+        "a verdict without data is inconclusive",
+        "tasks/core/gates.py",
+        "outcome = FAIL if FAIL in outcomes else PASS if outcomes == {PASS} else INCONCLUSIVE",
+        "outcome = FAIL if FAIL in outcomes else PASS",
+        ("tests/unit/test_gates.py::test_throughput", "tests/unit/test_gates.py::test_smoke"),
+    ),
+    Guard(
+        "I8",
+        "too few probes do not pass",
+        "tasks/core/shift.py",
+        "    if len(seen.probes) < plan.min_samples:\n",
+        "    if not seen.probes:\n",
+        ("tests/unit/test_shift.py::test_judge",),
+    ),
+    Guard(
+        "I8",
+        "answers are graded by their content",
+        "tasks/core/gates.py",
+        "    if prompt.contains not in answer.text:\n",
+        "    if not answer.text:\n",
+        ("tests/unit/test_step_gating.py::test_smoke_that_does_not_pass_is_a_gate_error_with_its_verdict",),
+    ),
+    Guard(
+        "I9",
+        "the route is replaced only as it was read",
+        "tasks/steps/traffic.py",
+        '    rendered["metadata"]["resourceVersion"] = obj["metadata"]["resourceVersion"]\n',
+        '    newest = ports.cluster.get("HTTPRoute", LIVE_ROUTE) or obj\n'
+        '    rendered["metadata"]["resourceVersion"] = newest["metadata"]["resourceVersion"]\n',
+        (
+            "tests/unit/test_step_traffic.py"
+            "::test_a_write_that_was_decided_on_an_older_route_is_refused_by_its_resource_version",
+        ),
+    ),
+    Guard(
+        "I10",
+        "the rollback target stays until its hold is over",
+        "tasks/steps/promotion.py",
+        "        _check_hold(ports, state)\n",
+        "",
+        ("tests/unit/test_step_promotion.py::test_the_old_set_stays_until_its_hold_is_over",),
+    ),
+    Guard(
+        "I10",
+        "a set that serves under another release's name is not deleted",
+        "tasks/steps/promotion.py",
+        'return "" if serving in stays else serving',
+        "return serving",
+        ("tests/unit/test_step_promotion.py::test_a_release_whose_pods_a_newer_policy_serves_with_is_not_retired",),
+    ),
+)
+
+
+def pytest(copy: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run tests in the copy, importing the copy and nothing of the tree it was made from."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def check_imports(copy: Path) -> None:
+    """Stop unless it is the copy that is imported there: an editable install must not win."""
+    probe = copy / "tests" / "test_imports_the_copy.py"
+    probe.write_text(
+        "import flows, manifests, tasks\n"
+        "def test_it():\n"
+        f"    assert all(m.__path__[0].startswith({str(copy)!r}) for m in (flows, manifests, tasks))\n"
+    )
+    done = pytest(copy, (str(probe),))
+    probe.unlink()
+    if done.returncode != 0:
+        sys.exit(f"the copy is not what is imported:\n{done.stdout[-2000:]}")
+
+
+def red_test(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the first failed test of a run; empty when none failed or the run itself broke."""
+    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    return failed[0] if done.returncode == 1 and failed else ""
+
+
+def take_out(copy: Path, guard: Guard) -> str:
+    """Run a guard's tests without it and return what went wrong; empty when each turned red."""
+    path = copy / guard.file
+    text = path.read_text()
+    if text.count(guard.there) != 1:
+        return f"stands {text.count(guard.there)} times in {guard.file}: the patch no longer applies"
+    path.write_text(text.replace(guard.there, guard.without))
+    try:
+        for test in guard.tests:
+            done = pytest(copy, (test,))
+            red = red_test(done)
+            if not red:
+                return f"{test} stayed green\n{done.stdout[-1500:]}"
+            print(f"{guard.invariant} guard removed ({guard.what}): {red.split(' ')[0]} turned red", flush=True)
+    finally:
+        path.write_text(text)
+    return ""
+
+
+def main() -> int:
+    """Take out every guard, one after another; return 1 if a test stays green or a patch does not apply."""
+    began = time.monotonic()
+    problems = []
+    with tempfile.TemporaryDirectory(prefix="k2-guards-") as directory:
+        copy = Path(directory)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, copy / name)
+        check_imports(copy)
+        whole = pytest(copy, tuple(dict.fromkeys(test for guard in GUARDS for test in guard.tests)))
+        if whole.returncode != 0:
+            print(whole.stdout[-3000:])
+            sys.exit("a guarding test is red with its guard in place")
+        for guard in GUARDS:
+            problem = take_out(copy, guard)
+            if problem:
+                problems.append(f"{guard.invariant} {guard.what}: {problem}")
+                print(f"{guard.invariant} NOT GUARDED ({guard.what}): {problem}", flush=True)
+    kinds = len({guard.invariant for guard in GUARDS})
+    print(f"{len(GUARDS)} guards of {kinds} invariants, {len(problems)} problems, {time.monotonic() - began:.1f} s")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
