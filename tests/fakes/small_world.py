@@ -41,6 +41,7 @@ from tests.fakes.memory_store import MemoryStore
 from tests.fakes.steady_clock import SteadyClock
 
 TEMPLATES = load_templates("sglang")
+BASE = load_base()
 PROFILE = load_profile("rehearsal-1p2d")
 IMAGES = Images(
     *(f"registry.example.com/{n}@sha256:{d * 64}" for n, d in (("engine", "1"), ("router", "2"), ("t", "3")))
@@ -133,13 +134,14 @@ class Death(BaseException):
 
 
 class Faults:
-    """Kills the process at its n-th call of a port; `after` = the call still reaches the world, its answer is lost."""
+    """Kills the process at its n-th call of a port, before the call reaches the world.
 
-    def __init__(self, at: int, *, after: bool = False) -> None:
+    That is also what a death after the call before looks like: between two calls a process has no effect.
+    """
+
+    def __init__(self, at: int) -> None:
         self.calls = 0
-        self.log: list[str] = []
         self._at = at
-        self._after = after
 
     def kill(self) -> None:
         """Kill the process now: its next call does not reach the world."""
@@ -148,15 +150,11 @@ class Faults:
     def wrap(self, port: Any) -> Any:
         return _Faulty(port, self)
 
-    def call(self, name: str, act: Callable[[], Any]) -> Any:
+    def call(self, act: Callable[[], Any]) -> Any:
         self.calls += 1
-        self.log.append(name)
-        if self.calls > self._at or (self.calls == self._at and not self._after):
+        if self.calls >= self._at:
             raise Death
-        done = act()
-        if self.calls == self._at:
-            raise Death
-        return done
+        return act()
 
 
 class _Faulty:
@@ -166,7 +164,7 @@ class _Faulty:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._port, name)
-        return lambda *args, **kwargs: self._faults.call(name, lambda: method(*args, **kwargs))
+        return lambda *args, **kwargs: self._faults.call(lambda: method(*args, **kwargs))
 
 
 class World:
@@ -186,7 +184,7 @@ class World:
         self.cluster.controllers.append(self._control)
         for number in range(1, nodes + 1):
             self.add_node(f"node-{number}")
-        set_up_site(self.ports("setup"), load_base(), IMAGES.tool)
+        set_up_site(self.ports("setup"), BASE, IMAGES.tool)
 
     def ports(self, run: str = "run-1", faults: Faults | None = None) -> Ports:
         """Return the ports of one run, killed as `faults` says."""
@@ -279,7 +277,7 @@ class World:
         wanted = {e["key"]: e["values"][0] for e in required["nodeSelectorTerms"][0]["matchExpressions"]}
         taken = {pod["spec"].get("nodeName") for pod in self.cluster.list_objects("Pod") if _asks_for_gpus(pod["spec"])}
         free = [n["metadata"]["name"] for n in self.cluster.list_objects("Node", wanted)]
-        return next(name for name in free if name not in taken)
+        return str(next(name for name in free if name not in taken))
 
     def _make_pod(self, name: str, template: Object, labels: Mapping[str, str], node: str) -> None:
         number = len(self.cluster.writes)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prefect.testing.utilities import prefect_test_harness
 
 from tasks import wiring
+from tasks.ports import Progress
+from tasks.steps.context import Ports
 from tests.fakes.site_files import write_site
 from tests.fakes.small_world import World
 
@@ -25,9 +28,7 @@ def site(prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = write_site(tmp_path)
     world = World(releases_dir=str(tmp_path / "releases"))
 
-    def connect(path: str, run: str, progress: object, model: str = "") -> object:
-        from dataclasses import replace
-
+    def connect(path: str, run: str, progress: Progress, model: str = "") -> Ports:
         return replace(world.ports(run), progress=progress)
 
     monkeypatch.setattr(wiring, "connect", connect)

@@ -115,7 +115,8 @@ def test_every_error_has_its_exit_code_its_text_and_its_document(capsys, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(RuntimeError("boom"), 1), (KeyboardInterrupt(), 130), (BrokenPipeError(), 0), (KeyError("x"), 1)]
+    ("error", "code"),
+    [(RuntimeError("boom"), 1), (KeyboardInterrupt(), 130), (BrokenPipeError(), 0), (KeyError("x"), 1)],
 )
 def test_other_exceptions(capsys, monkeypatch, error, code):
     def fail(args):
@@ -161,7 +162,7 @@ def test_an_unknown_release_is_an_input_error(capsys, site):
 
 
 def test_plan_says_what_would_change_and_exits_3_only_when_asked(capsys, site):
-    code, out, err = run(capsys, "plan", WHAT.id, "--json")
+    code, out, _ = run(capsys, "plan", WHAT.id, "--json")
     assert code == 0
     assert json.loads(out)["change"] == "first"
     assert run(capsys, "plan", WHAT.id, "--detailed-exitcode")[0] == 3

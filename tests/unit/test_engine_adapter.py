@@ -80,13 +80,17 @@ USAGE = event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 3})
 DONE = b"data: [DONE]\n\n"
 
 
-def streaming(*parts: bytes, pause_s: float = 0.0, end: bool = True) -> Callable[[Handler], None]:
+def streaming(
+    *parts: bytes, pause_s: float = 0.0, end: bool = True, before_last: Callable[[], None] = lambda: None
+) -> Callable[[Handler], None]:
     def answer(handler: Handler) -> None:
         handler.send_response(200)
         handler.send_header("Transfer-Encoding", "chunked")
         handler.send_header("x-k2-release", "abcdef012345")
         handler.end_headers()
-        for part in parts:
+        for i, part in enumerate(parts, start=1):
+            if i == len(parts):
+                before_last()
             chunk(handler, part)
             time.sleep(pause_s)
         if end:
@@ -97,7 +101,7 @@ def streaming(*parts: bytes, pause_s: float = 0.0, end: bool = True) -> Callable
     return answer
 
 
-def ask(url: str, *, stream: bool = True, timeout_s: float = 5.0, serving: str = "") -> Answer:
+def ask(url: str, *, stream: bool = True, timeout_s: float = 60.0, serving: str = "") -> Answer:
     return GatewayEngine(url, "kimi-k2").ask("2+2?", serving=serving, max_tokens=8, stream=stream, timeout_s=timeout_s)
 
 
@@ -105,10 +109,14 @@ def test_a_whole_stream() -> None:
     parts = (content(""), content("fo"), content("ur", "stop"), USAGE, DONE)
     with server(streaming(*parts, pause_s=0.05)) as url:
         answer = ask(url)
+        # The first content comes with the second event, and the rest after it. A busy machine may let this reader sleep
+        # until all is there: then the stream is read anew.
+        deadline = time.monotonic() + 60
+        while answer.ttft_s >= answer.latency_s - 0.1 and time.monotonic() < deadline:
+            answer = ask(url)
     assert (answer.status, answer.text, answer.finish_reason, answer.done) == (200, "four", "stop", True)
     assert (answer.prompt_tokens, answer.completion_tokens, answer.error) == (7, 3, "")
     assert answer.served_by == "abcdef012345"
-    # The first content comes with the second event, and the rest after it.
     assert 0.04 < answer.ttft_s < answer.latency_s - 0.1
 
 
@@ -137,16 +145,18 @@ def test_a_stream_that_is_not_whole_is_an_error(parts: tuple[bytes, ...], end: b
 
 
 def test_a_stream_that_goes_on_too_long_is_ended() -> None:
-    with server(streaming(*[content("x")] * 40, pause_s=0.05)) as url:
+    with server(streaming(*[content("x")] * 1200, pause_s=0.05)) as url:
         answer = ask(url, timeout_s=0.3)
     assert not answer.done
     assert "0.3 s" in answer.error
-    assert answer.latency_s < 1
+    assert answer.latency_s < 30  # of 60
 
 
 def test_an_answer_that_does_not_come_is_an_error() -> None:
-    with server(lambda _: time.sleep(2)) as url:
+    asked_long_ago = threading.Event()
+    with server(lambda _: bool(asked_long_ago.wait(60)) and None) as url:
         answer = ask(url, timeout_s=0.2)
+        asked_long_ago.set()
     assert (answer.status, answer.done) == (0, False)
     assert "Timeout" in answer.error
 
@@ -194,19 +204,15 @@ def test_the_probe_route_is_chosen_by_a_header_and_temperature_is_zero() -> None
     assert seen[0][1]["model"] == "kimi-k2"
 
 
-def nobody() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
-
-
 def test_nobody_there() -> None:
-    url = nobody()
-    assert ask(url).status == 0
-    engine = GatewayEngine(url, "kimi-k2")
-    for call in (engine.router_ready, engine.workers, engine.counters):
-        with pytest.raises(UnavailableError):
-            call("")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody else gets this port, and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert ask(url).status == 0
+        engine = GatewayEngine(url, "kimi-k2")
+        for call in (engine.router_ready, engine.workers, engine.counters):
+            with pytest.raises(UnavailableError):
+                call("")
 
 
 def test_a_router_that_is_not_reached_or_not_ready() -> None:
@@ -223,6 +229,12 @@ def test_a_load_measures_each_request() -> None:
     at_once, most = 0, 0
     lock = threading.Lock()
 
+    def leave() -> None:
+        """Before the last byte of an answer: as soon as its reader has that, the next request may come."""
+        nonlocal at_once
+        with lock:
+            at_once -= 1
+
     def answer(handler: Any) -> None:
         nonlocal at_once, most
         with lock:
@@ -232,22 +244,22 @@ def test_a_load_measures_each_request() -> None:
             assert handler.body["ignore_eos"] is True
             number = len(prompts)
         if number == 3:
+            leave()
             send(handler, 500, b"no")
         elif number == 5:
-            streaming(content("x"), end=False)(handler)
+            streaming(content("x"), end=False, before_last=leave)(handler)
         elif number == 7:
-            streaming(content("x"), DONE)(handler)
+            streaming(content("x"), DONE, before_last=leave)(handler)
         else:
-            streaming(content("x"), content("y", "length"), USAGE, DONE, pause_s=0.01)(handler)
-        with lock:
-            at_once -= 1
+            parts = (content("x"), content("y", "length"), USAGE, DONE)
+            streaming(*parts, pause_s=0.01, before_last=leave)(handler)
 
     counts: list[int] = []
     with server(answer) as url:
         engine = GatewayEngine(url, "kimi-k2")
         samples = engine.run_load("x", Workload(50, 3, 20, 4), counts.append)
     assert counts == list(range(1, 21))
-    assert most <= 4
+    assert 1 < most <= 4
     assert len(set(prompts)) == 20
     assert all(len(prompt.split()) == 50 for prompt in prompts)
     good = [sample for sample in samples if sample.ok]

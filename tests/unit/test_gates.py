@@ -172,7 +172,11 @@ def test_a_policy_without_limits_still_wants_every_sample():
     assert judge([], policy=policy).outcome == INCONCLUSIVE
 
 
-@given(st.lists(st.builds(LoadSample, *[st.floats()] * 3, st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=12))
+@given(
+    st.lists(
+        st.builds(LoadSample, *[st.floats()] * 3, st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=12
+    )
+)
 def test_whatever_comes_back_there_is_a_verdict_and_it_passes_only_on_enough_sound_samples(samples):
     verdict = judge(samples, {"release": "r", "figures": {LIMIT.metric: 1.0}})
     if verdict.outcome == PASS:

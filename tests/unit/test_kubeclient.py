@@ -29,7 +29,7 @@ def serve(handler: Handler, scenario: Callable[[KubeClient], Awaitable[Any]]) ->
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         try:
             async with KubeClient(Connection(f"http://127.0.0.1:{port}", token="secret")) as client:
-                return await asyncio.wait_for(scenario(client), 10)
+                return await asyncio.wait_for(scenario(client), 60)
         finally:
             await runner.cleanup()
 
@@ -121,7 +121,7 @@ def test_a_watch_survives_an_expired_version_and_tells_only_the_difference():
             await response.write(line[:10])
             await response.write(line[10:])
         if request.query["resourceVersion"] not in streams:
-            await asyncio.sleep(5)
+            await asyncio.sleep(60)
         return response
 
     async def scenario(client: KubeClient) -> list[tuple[str, str]]:

@@ -104,7 +104,17 @@ def names_under(*prefixes):
     ("blocked", "prefixes"),
     [
         (
-            ["prefect", "kubernetes", "boto3", "botocore", "huggingface_hub", "requests", "pydantic", "yaml", "aiohttp"],
+            [
+                "prefect",
+                "kubernetes",
+                "boto3",
+                "botocore",
+                "huggingface_hub",
+                "requests",
+                "pydantic",
+                "yaml",
+                "aiohttp",
+            ],
             ("tasks.core", "tasks.ports", "tasks.steps"),
         ),
         (["prefect", "kubernetes", "requests"], ("tasks.node",)),

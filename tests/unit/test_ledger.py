@@ -65,7 +65,8 @@ def test_whenever_a_run_is_cut_off_the_next_one_is_what_the_ledger_tells(first_c
     run = [(step, event) for step in STEPS for event in (STARTED, FINISHED)]
     cut = fold(records(run[:first_cut]))
     assert {step for step in STEPS if finished(cut, step)} == set(STEPS[: first_cut // 2])
-    assert [s.step for s in cut.values() if s.outcome == "interrupted"] == list(STEPS[first_cut // 2 :][: first_cut % 2])
+    interrupted = [state.step for state in cut.values() if state.outcome == "interrupted"]
+    assert interrupted == list(STEPS[first_cut // 2 :][: first_cut % 2])
     whole = fold(records([*run[:first_cut], *run[:second_cut], *run]))
     assert all(finished(whole, step) for step in STEPS)
     assert all(s.seconds == 1.0 and s.data["nr"] >= first_cut + second_cut for s in whole.values())

@@ -22,7 +22,10 @@ def figures(samples, gpus=8, usd=2.3):
 
 @pytest.mark.parametrize(
     ("values", "share", "expected"),
-    [([3, 1, 2], 0.5, 2), ([1, 2, 3, 4], 0.5, 2), ([5], 0.95, 5), (range(1, 101), 0.95, 95), ([1, 2], 0.0, 1), ([1, 2], 1.0, 2)],
+    [
+        ([3, 1, 2], 0.5, 2), ([1, 2, 3, 4], 0.5, 2), ([5], 0.95, 5), (range(1, 101), 0.95, 95), ([1, 2], 0.0, 1),
+        ([1, 2], 1.0, 2),
+    ],
 )  # fmt: skip
 def test_nearest_rank(values, share, expected):
     assert percentile(list(values), share) == expected

@@ -116,7 +116,7 @@ def test_no_marker_stops_the_engine(lock_and_directory: tuple[Lock, Path], tmp_p
 def run_program(directory: Path, digest: str, log: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *more, "-m", "tasks.node.marker_check", "--dir", str(directory), "--lock-digest", digest]
     environment = {**os.environ, "K2_TERMINATION_LOG": str(log)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=20, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
 
 
 def test_the_program_says_why_and_exits_5(lock_and_directory: tuple[Lock, Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,12 @@ def test_arguments_are_expanded_before_their_paths_are_mapped():
 # -- processes
 
 
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def launch(directory: Path, *argv: str, **environment: str) -> Launch:
     return Launch(argv, {"PATH": os.environ["PATH"], **environment}, directory / "work", directory / "log")
 
@@ -142,12 +149,10 @@ def test_a_process_that_does_not_exist_is_a_start_error(tmp_path):
 
 def test_stopping_is_polite_first_and_takes_the_whole_group(tmp_path):
     async def scenario() -> tuple[Exit, Exit, list[int]]:
-        polite = ContainerProcess(launch(tmp_path, "sh", "-c", "trap 'exit 3' TERM; sleep 60 & wait"))
+        polite = ContainerProcess(launch(tmp_path, "sh", "-c", "trap 'exit 3' TERM; sleep 60 & echo up; wait"))
         deaf = ContainerProcess(launch(tmp_path, "sh", "-c", "trap '' TERM; echo up; sleep 61"))
-        while "up" not in (tmp_path / "log").read_text():
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        exits = await polite.stop(5), await deaf.stop(0.2)
+        await until(lambda: (tmp_path / "log").read_text().count("up") == 2)
+        exits = await polite.stop(30), await deaf.stop(0.2)
         return *exits, [polite.pid, deaf.pid]
 
     polite, deaf, groups = asyncio.run(scenario())
@@ -160,7 +165,7 @@ def test_stopping_is_polite_first_and_takes_the_whole_group(tmp_path):
 
 
 def test_a_short_program_that_takes_too_long_is_killed(tmp_path):
-    assert asyncio.run(run_to_end(launch(tmp_path, "true"), 5)) == Exit(0)
+    assert asyncio.run(run_to_end(launch(tmp_path, "true"), 30)) == Exit(0)
     assert asyncio.run(run_to_end(launch(tmp_path, "sleep", "60"), 0.1)) is None
 
 
@@ -192,7 +197,7 @@ def test_the_ledger_lists_what_runs(tmp_path):
         ledger.add(record(101, 5))
         ledger.add(record(102, 6))
         ledger.remove(101)
-        await asyncio.sleep(0.1)
+        await until((tmp_path / "processes.json").exists)
 
     asyncio.run(scenario())
     listed = json.loads((tmp_path / "processes.json").read_text())["processes"]
@@ -332,7 +337,11 @@ class Listener:
         self.told.append(f"unhealthy {kind}")
 
 
-def probe_told(tmp_path: Path, container: dict[str, Any], answers: dict[str, int], seconds: float = 0.3) -> list[str]:
+def probe_told(tmp_path: Path, container: dict[str, Any], answers: dict[str, int], count: int) -> list[str]:
+    """Run the probes until they end or have told so many things; each has only one try before its period is over."""
+    for probe in container.values():
+        probe |= {"timeoutSeconds": 30, "periodSeconds": 60}
+
     async def answer(request: web.Request) -> web.Response:
         return web.Response(status=answers[request.path])
 
@@ -355,7 +364,7 @@ def probe_told(tmp_path: Path, container: dict[str, Any], answers: dict[str, int
                 directory=tmp_path,
             )
             task = asyncio.create_task(run_probes(container, target, listener))
-            await asyncio.wait([task], timeout=seconds)
+            await until(lambda: task.done() or len(listener.told) >= count)
             task.cancel()
         await runner.cleanup()
         return listener.told
@@ -368,7 +377,7 @@ def test_readiness_and_startup_over_http(tmp_path):
         "startupProbe": {"httpGet": {"path": "/up", "port": "http"}},
         "readinessProbe": {"httpGet": {"path": "/ready", "port": "http"}, "failureThreshold": 1},
     }
-    assert probe_told(tmp_path, container, {"/up": 200, "/ready": 503}) == [
+    assert probe_told(tmp_path, container, {"/up": 200, "/ready": 503}, 3) == [
         "started",
         "Readiness failed: HTTP probe failed with statuscode: 503",
         "ready False",
@@ -380,19 +389,19 @@ def test_a_failed_startup_probe_ends_the_matter(tmp_path):
         "startupProbe": {"exec": {"command": ["false"]}, "failureThreshold": 1},
         "readinessProbe": {"exec": {}},
     }
-    told = probe_told(tmp_path, container, {})
+    told = probe_told(tmp_path, container, {}, 3)
     assert told == ["Startup failed: command 'false' exited with 1", "unhealthy Startup"]
 
 
 def test_liveness_over_tcp_and_readiness_without_a_probe(tmp_path):
     container = {"livenessProbe": {"tcpSocket": {"port": 1}, "failureThreshold": 1}}
-    told = probe_told(tmp_path, container, {})
+    told = probe_told(tmp_path, container, {}, 4)
     assert told[:2] == ["started", "ready True"] and told[-1] == "unhealthy Liveness"
 
 
 def test_a_probe_of_an_unknown_port_fails_and_says_so(tmp_path):
     container = {"readinessProbe": {"httpGet": {"port": "nope"}}}
-    assert "the probe cannot be carried out" in probe_told(tmp_path, container, {})[1]
+    assert "the probe cannot be carried out" in probe_told(tmp_path, container, {}, 2)[1]
 
 
 # -- volumes, names, nodes
@@ -542,5 +551,5 @@ def test_a_followed_log_ends_with_its_container(tmp_path):
 
 def test_python_means_this_interpreter(tmp_path):
     argv = resolve_argv(["python", "-c", "print(6 * 7)"], [], {}, PathMap({}), python=sys.executable)
-    assert asyncio.run(run_to_end(launch(tmp_path, *argv), 20)) == Exit(0)
+    assert asyncio.run(run_to_end(launch(tmp_path, *argv), 60)) == Exit(0)
     assert (tmp_path / "log").read_text() == "42\n"

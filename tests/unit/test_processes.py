@@ -177,8 +177,8 @@ def test_children_die_with_a_killed_parent_but_not_with_the_thread_that_started_
 
 
 def test_a_child_that_ignores_its_parents_death_is_stopped_by_the_watchdog(tmp_path):
-    lives_on = f"while :; do [ ! -e {tmp_path}/told ] || touch {tmp_path}/ignored; sleep 0.02; done"
-    script = f"trap 'touch {tmp_path}/told' TERM; touch {tmp_path}/up; {lives_on}"
+    lives_on = f"while :; do [ ! -e {tmp_path}/told ] || : > {tmp_path}/ignored; sleep 0.02; done"
+    script = f"trap ': > {tmp_path}/told' TERM; : > {tmp_path}/up; {lives_on}"
     parent, child = start_parent(tmp_path, "no", "/bin/sh", "-c", script)
     with parent:
         assert eventually((tmp_path / "up").exists)

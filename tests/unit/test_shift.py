@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -171,7 +172,7 @@ def test_weights_come_from_the_plan_in_its_order_with_a_bake_between(plan, obser
     written, _ = walk(plan, lambda n: observations[n % len(observations)])
     percents = [percent for percent, _ in written]
     assert percents == list(plan.steps_percent[: len(percents)])
-    for (_, before), (_, after) in zip(written, written[1:], strict=False):
+    for (_, before), (_, after) in pairwise(written):
         assert after - before >= plan.bake_s - 1e-6
 
 

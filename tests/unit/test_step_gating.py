@@ -48,7 +48,9 @@ def up():
 
 def test_warm_waits_for_the_path_and_asks_longer_and_longer_prompts(up):
     up.set.status = 503
-    up.world.clock.on_sleep.append(lambda now: setattr(up.set, "status", 200) if len(up.world.clock.slept) > 9 else None)
+    up.world.clock.on_sleep.append(
+        lambda now: setattr(up.set, "status", 200) if len(up.world.clock.slept) > 9 else None
+    )
     assert warm_step(up.ports, up.subject)["requests"] == 4
 
 

@@ -81,9 +81,11 @@ def break_pod(world, name, status):
     def react(verb, obj):
         if verb == "create" and obj["metadata"]["name"].endswith(name):
             world.clock.on_sleep.append(
-                lambda now: world.cluster.set_status("Pod", obj["metadata"]["name"], status)
-                if ("Pod", obj["metadata"]["name"]) in world.cluster.objects
-                else None
+                lambda now: (
+                    world.cluster.set_status("Pod", obj["metadata"]["name"], status)
+                    if ("Pod", obj["metadata"]["name"]) in world.cluster.objects
+                    else None
+                )
             )
 
     world.cluster.controllers.append(react)
@@ -151,5 +153,3 @@ def test_a_chosen_node_that_is_cordoned_meanwhile_is_named(staged):
     with pytest.raises(NotReadyError) as caught:
         rollout_step(world.ports(), subject, CHOSEN)
     assert (caught.value.code, caught.value.where, caught.value.got) == ("K2-RDY-002", "node-3", "cordoned")
-
-

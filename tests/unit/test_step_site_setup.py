@@ -4,14 +4,13 @@ import pytest
 
 from tasks.core.errors import NotReadyError
 from tasks.core.route import LIVE_ROUTE
-from tasks.specs import load_base
 from tasks.steps.site_setup import set_up_site
 from tests.fakes.pipeline import make_live
-from tests.fakes.small_world import IMAGES, World, release
+from tests.fakes.small_world import BASE, IMAGES, World, release
 
 
 def set_up(world):
-    set_up_site(world.ports("setup"), load_base(), IMAGES.tool)
+    set_up_site(world.ports("setup"), BASE, IMAGES.tool)
 
 
 def test_a_new_site_sends_everything_to_the_parking_backend_through_its_own_gateway():

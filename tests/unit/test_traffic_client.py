@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ async def _stream(request: web.Request, text: str, *, done: bool = True) -> web.
     return response
 
 
-async def served(handler: Handler, out: Path, *, stop_after_s: float | None = None, **plan: Any) -> dict[str, Any]:
+async def served(handler: Handler, out: Path, *, stop: asyncio.Event | None = None, **plan: Any) -> dict[str, Any]:
     async def handle(request: web.Request) -> web.StreamResponse:
         return await handler(request, await request.json())
 
@@ -93,12 +92,8 @@ async def served(handler: Handler, out: Path, *, stop_after_s: float | None = No
     runner, port = web.AppRunner(app, access_log=None), free_ports(1, HOST)[0]
     await runner.setup()
     await web.TCPSite(runner, HOST, port).start()
-    stop = asyncio.Event()
     try:
-        client = Client(Plan(url=f"http://{HOST}:{port}", **plan), out)
-        if stop_after_s is not None:
-            asyncio.get_running_loop().call_later(stop_after_s, stop.set)
-        await client.run(stop)
+        await Client(Plan(url=f"http://{HOST}:{port}", **plan), out).run(stop or asyncio.Event())
     finally:
         await runner.cleanup()
     report: dict[str, Any] = json.loads(out.read_text())
@@ -149,18 +144,63 @@ def test_nobody_listening_is_a_failure_and_not_a_crash(tmp_path: Path) -> None:
     assert (report["failed"], report["statuses"]) == (3, {"none": 3})
 
 
-def test_rate_is_held_and_stop_reads_the_running_requests_to_their_end(tmp_path: Path) -> None:
-    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await asyncio.sleep(0.3)
-        return await good(request, body)
+class HurriedLoop(asyncio.SelectorEventLoop):
+    """Its clock jumps to the next timer whenever nothing else is left to do, and stands still otherwise."""
 
-    began = time.monotonic()
-    report = asyncio.run(
-        served(slow, tmp_path / "r.json", stop_after_s=0.5, rate_per_s=20, concurrency=40, stream_share=0.5)
-    )
-    assert time.monotonic() - began < 2
-    assert 8 <= report["requests"] <= 12
-    assert report["ok"] == report["requests"]
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        select = self._selector.select  # type: ignore[attr-defined]
+
+        def jump(timeout_s: float | None) -> Any:
+            self.now_s += timeout_s or 0.0
+            return select(0)
+
+        self._selector.select = jump  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class AnsweredClient(Client):
+    """Its requests take 0.3 s and need nobody to answer them."""
+
+    async def _ask(self, *request: Any) -> Sample:
+        await asyncio.sleep(0.3)
+        return Sample(Outcome.OK, at_s=0.0, latency_s=0.3, stream=False, status=200)
+
+
+def test_rate_is_held(tmp_path: Path) -> None:
+    async def story() -> float:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        loop.call_later(0.525, stop.set)
+        await AnsweredClient(Plan(url="", rate_per_s=20, concurrency=40), tmp_path / "r.json").run(stop)
+        return loop.time()
+
+    with asyncio.Runner(loop_factory=HurriedLoop) as runner:
+        ended_s = runner.run(story())
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["requests"], report["ok"]) == (11, 11)  # at 0, 0.05, ... 0.5 s
+    assert ended_s == pytest.approx(0.8, abs=0.01)
+
+
+def test_stop_reads_the_running_requests_to_their_end(tmp_path: Path) -> None:
+    async def story() -> dict[str, Any]:
+        stop, running = asyncio.Event(), 0
+
+        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            nonlocal running
+            running += 1
+            if running == 6:
+                stop.set()
+            await stop.wait()
+            await asyncio.sleep(0.05)
+            return await good(request, body)
+
+        return await served(slow, tmp_path / "r.json", stop=stop, concurrency=6, stream_share=0.5)
+
+    report = asyncio.run(story())
+    assert (report["requests"], report["ok"]) == (6, 6)
 
 
 @pytest.mark.parametrize("ask", [ask_sum, ask_repeat])

@@ -13,7 +13,8 @@ from tasks.core.units import eta_s, format_bytes, format_duration, format_usd
     ("count", "text"),
     [
         (0, "0 B"), (512, "512 B"), (999, "999 B"), (1000, "1 kB"), (17_123_456_789, "17.1 GB"),
-        (1_029_173_256_720, "1.03 TB"), (999_600_000_000, "1 TB"), (5_123_000_000_000_000, "5123 TB"), (-1500, "-1.5 kB"),
+        (1_029_173_256_720, "1.03 TB"), (999_600_000_000, "1 TB"), (5_123_000_000_000_000, "5123 TB"),
+        (-1500, "-1.5 kB"),
     ],
 )  # fmt: skip
 def test_bytes_have_three_digits(count, text):
@@ -32,7 +33,8 @@ def test_bytes_never_show_an_exponent_and_are_right_to_half_a_percent(count):
     ("seconds", "text"),
     [
         (0, "0 ms"), (0.85, "850 ms"), (0.9999, "1.0 s"), (12.34, "12.3 s"), (59.99, "1 min 00 s"), (60, "1 min 00 s"),
-        (245, "4 min 05 s"), (3599.9, "1 h 00 min"), (3600, "1 h 00 min"), (7380, "2 h 03 min"), (math.inf, "unknown"), (math.nan, "unknown"),
+        (245, "4 min 05 s"), (3599.9, "1 h 00 min"), (3600, "1 h 00 min"), (7380, "2 h 03 min"),
+        (math.inf, "unknown"), (math.nan, "unknown"),
     ],
 )  # fmt: skip
 def test_durations(seconds, text):
