@@ -151,3 +151,9 @@ def find_cause(log: str) -> Cause | None:
             if signature.pattern.search(line):
                 return Cause(signature, line.strip())
     return None
+
+
+def last_line(log: str) -> str:
+    """Return the last line of a log as the end of a sentence; empty if there is none."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return f"; last line: {lines[-1][:200]}" if lines else ""

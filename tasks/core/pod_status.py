@@ -1,9 +1,9 @@
-"""What a pod's status says, read out of the API's nested fields."""
+"""What the status of a pod or a node says, read out of the API's nested fields."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 Object = Mapping[str, Any]
@@ -12,6 +12,11 @@ Object = Mapping[str, Any]
 def condition(status: Object, kind: str) -> str:
     """Return the status of a condition (`True`, `False`, `Unknown`), empty if there is none."""
     return next((str(item["status"]) for item in status.get("conditions") or () if item["type"] == kind), "")
+
+
+def ready_nodes(nodes: Iterable[Object]) -> dict[str, bool]:
+    """Return for each node by name whether it is Ready."""
+    return {str(node["metadata"]["name"]): condition(node.get("status") or {}, "Ready") == "True" for node in nodes}
 
 
 def scheduler_message(status: Object) -> str:

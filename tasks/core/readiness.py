@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.core.engine_log import find_cause, read_phase
+from tasks.core.engine_log import find_cause, last_line, read_phase
 from tasks.core.errors import NotReadyError
 from tasks.core.pod_status import (
     condition,
     container_statuses,
     dead_container,
     is_done,
+    ready_nodes,
     scheduler_message,
     termination_data,
 )
@@ -121,7 +122,7 @@ def assess(
         logs: last lines of engine logs by pod name, as far as there are any.
         previous: the state before this one, so that a group that was made anew since is noticed.
     """
-    known = _nodes(nodes)
+    known = ready_nodes(nodes)
     texts = logs or {}
     phases = tuple(
         sorted(
@@ -295,7 +296,7 @@ def _death(pod: Object, dead: tuple[str, Object, int], log: str) -> Diagnosis:
         "error",
         "memory" if out_of_memory else "arguments" if code == 2 else "crash",
         "The host memory of a container was not enough." if out_of_memory else f"Container {container} ended.",
-        f"exit code {code} ({terminated.get('reason', 'Error')}), restarts {restarts}" + _last_line(log),
+        f"exit code {code} ({terminated.get('reason', 'Error')}), restarts {restarts}" + last_line(log),
         "Raise host_memory_gib of the profile." if out_of_memory else f"kubectl logs {name} -c {container} --previous",
         name,
         node,
@@ -396,12 +397,3 @@ def _is_lost(pod: Object, nodes: Mapping[str, bool]) -> bool:
     node = str(pod["spec"].get("nodeName") or "")
     of_pool = (pod["metadata"].get("labels") or {}).get(ROLE_LABEL) in ROLES
     return bool(node) and not nodes.get(node, not of_pool)
-
-
-def _nodes(nodes: Iterable[Object]) -> dict[str, bool]:
-    return {str(node["metadata"]["name"]): condition(node.get("status") or {}, "Ready") == "True" for node in nodes}
-
-
-def _last_line(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return f"; last line: {lines[-1][:200]}" if lines else ""

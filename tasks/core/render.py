@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from tasks.core.fields import at, container_of, set_field, volume_of
 from tasks.core.identity import digest_of, sha256_hex
 from tasks.core.lock import Lock
+from tasks.core.route import RELEASE_HEADER
 from tasks.core.spec import GroupShape, Release, Site
 
 Object = dict[str, Any]
 Templates = Mapping[str, Object]
 Arguments = Mapping[str, str | int | float | bool]
 
-FIELD_MANAGER = "k2-release"
 SERVING_LABEL = "k2-release.io/serving"
 ROLE_LABEL = "k2-release.io/role"
 RELEASE_ANNOTATION = "k2-release.io/release"
@@ -29,10 +29,7 @@ BOOTSTRAP_ANNOTATION = "sglang.ai/bootstrap-port"
 WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
 GROUP_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
 GPU_RESOURCE = "nvidia.com/gpu"
-RELEASE_HEADER = "x-k2-release"
 MODELS_DIR = "/models"
-LIVE_ROUTE = "k2-live"
-PARKING_SERVICE = "k2-parking"
 ENGINE_PORT = 30000
 BOOTSTRAP_PORT = 8998
 RENDEZVOUS_PORT = 5757
@@ -394,12 +391,8 @@ def _selector(names: ServingNames, role: str) -> list[str]:
 
 
 def _words(arguments: Arguments) -> list[str]:
-    words: list[str] = []
-    for option, value in arguments.items():
-        words.append(f"--{option}")
-        if value is not True:
-            words.append(str(value))
-    return words
+    pairs = [(f"--{option}", *(() if value is True else (str(value),))) for option, value in arguments.items()]
+    return [word for pair in pairs for word in pair]
 
 
 def _sorted(mapping: Mapping[str, Any]) -> dict[str, Any]:

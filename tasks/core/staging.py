@@ -73,7 +73,7 @@ def check_room(plan: StagingPlan, room: Room, reserve_bytes: int, where: str) ->
             "Not enough free space on the node's disk.",
             where=where,
             got=f"{format_bytes(room.free_bytes)} free",
-            expected=f"{format_bytes(needed_bytes)}: {len(plan.to_write)} files, {format_bytes(reserve_bytes)} in reserve",
+            expected=f"{format_bytes(needed_bytes)}: {len(plan.to_write)} files, {format_bytes(reserve_bytes)} reserve",
             details={"free_bytes": room.free_bytes, "needed_bytes": needed_bytes},
         )
     needed_inodes = len(plan.to_write) + _SPARE_INODES

@@ -188,6 +188,7 @@ def judge_throughput(ports: Ports, subject: Subject, samples: list[LoadSample]) 
     rate, usd = (values.get(name, math.nan) for name in ("e2e_output_tok_per_s", "usd_per_mtok_output_end_to_end"))
     ports.progress.say(
         f"throughput: {rate:.1f} tok/s end to end over {gpus} GPUs, {format_usd(usd)} per 1M output tokens"
+        + (" (simulated engines)" if ports.site.simulated else "")
     )
     return _conclude(ports, subject, verdict, extra)
 

