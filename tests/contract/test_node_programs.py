@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import random
@@ -35,7 +34,6 @@ from tasks.node.verified_file import PARTIAL_DIR
 REPO = "moonshotai/Kimi-K2-Instruct"
 BIG = "model-1-of-2.safetensors"
 PART = 5 * 1024 * 1024
-BLOCK = 64 * 1024
 SLOW_BYTES_PER_S = 500_000
 SECRET = "a-secret-that-must-not-be-printed"
 
@@ -107,13 +105,16 @@ def slowed(site: Site, variable: str, after_bytes: int) -> Iterator[Site]:
     Half a minute of a transfer that is in its middle: whoever wants to end a program there has the time to.
     """
     target = urlsplit(site.environment[variable])
-    through = itertools.count()  # in blocks of 64 KiB, over all connections
+    through, lock = 0, threading.Lock()
 
-    def relay(source: socket.socket, sink: socket.socket, *, slow: bool) -> None:
+    def relay(source: socket.socket, sink: socket.socket, *, answers: bool) -> None:
+        nonlocal through
         with contextlib.suppress(OSError):
-            while block := source.recv(BLOCK):
-                if slow and next(through) * BLOCK >= after_bytes:
-                    time.sleep(len(block) / SLOW_BYTES_PER_S)
+            while block := source.recv(64 * 1024):
+                with lock:
+                    through += len(block) if answers else 0
+                    is_late = answers and through > after_bytes
+                time.sleep(len(block) / SLOW_BYTES_PER_S if is_late else 0)
                 sink.sendall(block)
             sink.shutdown(socket.SHUT_WR)
 
@@ -122,8 +123,8 @@ def slowed(site: Site, variable: str, after_bytes: int) -> Iterator[Site]:
             while True:
                 client, _ = listener.accept()
                 server = socket.create_connection((target.hostname, target.port), 30)
-                for ends, slow in (((client, server), False), ((server, client), True)):
-                    threading.Thread(target=relay, args=ends, kwargs={"slow": slow}, daemon=True).start()
+                for ends, answers in (((client, server), False), ((server, client), True)):
+                    threading.Thread(target=relay, args=ends, kwargs={"answers": answers}, daemon=True).start()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()

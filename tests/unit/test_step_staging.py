@@ -143,6 +143,15 @@ def test_a_spare_that_fails_does_not_stop_the_release(cls):
     assert staged.labelled() == ["node-1", "node-2"]
 
 
+def test_a_spare_that_fails_keeps_no_other_spare_from_being_used():
+    staged = Staged()
+    error = CapacityError("K2-CAP-002", "No.")
+    staged.world.broken_jobs[f"k2-stage-{staged.lock.digest[:8]}-node-3"] = error.as_data()
+    data = staged.stage(nodes=("node-1",), spares=("node-2", "node-3"))
+    assert [row["outcome"] for row in data["spares"]] == ["verified", "not staged"]
+    assert staged.labelled() == ["node-1", "node-2"]
+
+
 def test_a_node_that_is_gone_is_named():
     staged = Staged()
     with pytest.raises(NotReadyError) as caught:
