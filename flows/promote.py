@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from prefect import flow, runtime
 from prefect.deployments import run_deployment
+from prefect.logging import get_run_logger
 from pydantic import Field
 
 from flows.release import ReleaseParameter, SiteParameter
@@ -49,13 +50,24 @@ def promote(
 
 
 def _schedule_retire(order: Order, release: str, done: dict[str, Any]) -> None:
-    """Have the replaced set taken down when its hold is over, by one run of the `retire` deployment."""
-    if done["previous"] and done["retire_at"] and runtime.deployment.id:
+    """Have the replaced set taken down when its hold is over, by one run of the `retire` deployment.
+
+    The release is live already: that nothing could be scheduled is said, and is no failure of the promotion.
+    """
+    if not (done["previous"] and done["retire_at"] and runtime.deployment.id):
+        return
+    try:
         run_deployment(
             "retire/retire",
             parameters={"release": done["previous"], "site": order.site},
             scheduled_time=datetime.fromtimestamp(done["retire_at"], UTC),
-            idempotency_key=f"retire-{done['previous']}-replaced-by-{release}",
+            idempotency_key=f"retire-{done['previous']}-for-{release}-at-{done['retire_at']:.0f}",
             timeout=0,
             as_subflow=False,
+        )
+    except Exception as error:
+        get_run_logger().warning(
+            "The retirement could not be scheduled (%s); by hand: k2ctl retire %s -y",
+            type(error).__name__,
+            done["previous"],
         )

@@ -140,6 +140,9 @@ def _spare_row(ports: Ports, lock: Lock, node: str, result: JobResult | K2Error)
             raise result
         return _barrier(ports, lock, node, result.message)
     except K2Error as error:
+        if isinstance(error, IntegrityError):
+            # Engines that run there are not touched by this; no further one is sent there.
+            _unlabel(ports, lock, [node])
         ports.progress.say(f"stage: spare {node} is not staged ({error}); the release goes on without it")
         return {
             "node": node,
