@@ -200,11 +200,22 @@ class Rehearsal:
         path = self._site.directory / "client.json"
         return dict(json.loads(path.read_text())) if path.exists() else {}
 
+    def _by_release(self, report: dict[str, Any]) -> dict[str, int]:
+        """Return how many requests each release has answered; answers name the serving digest, the plan its release."""
+        store, names = self._ports().store, {}
+        for release in (self._old, self._new):
+            plan = states(store, release).get("plan")
+            if plan is not None and "plan" in plan.data:
+                names[plan.data["plan"]["serving_digest"][:12]] = release
+        counts = report.get("by_release") or {}
+        return {names.get(serving, serving): int(row["requests"]) for serving, row in counts.items()}
+
     def _report(self, result: Outcome) -> None:
         ports = self._ports()
         if not self._args.first:
             report = self._client_report() if self._args.keep or self._args.site_only else self._site.stop_client()
-            result.client = {key: report.get(key) for key in ("requests", "failed", "cut_streams", "by_release")}
+            keys = ("requests", "failed", "cut_streams", "first_failures", "latency_ms", "ttft_ms")
+            result.client = {key: report.get(key) for key in keys} | {"by_release": self._by_release(report)}
         result.steps = self._cpu.steps(states(ports.store, result.release))
         route, _ = read_live_route(ports)
         live, _ = get_live(ports.store)
@@ -259,7 +270,7 @@ def _print_result(document: dict[str, Any]) -> None:
     if client:
         print(
             f"users: {client['requests']} requests, {client['failed']} failed, {client['cut_streams']} cut streams, "
-            f"served by {client['by_release']}"
+            "answered by " + ", ".join(f"{name}: {count}" for name, count in client["by_release"].items())
         )
     print("traffic now: " + ", ".join(f"{name} {weight}%" for name, weight in document["route"].items()))
     if document["receipt"]:
