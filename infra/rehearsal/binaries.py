@@ -245,7 +245,8 @@ def _run_with_progress(argv: Sequence[str], log_fd: int, label: str, report: Rep
                 if elapsed_s >= next_report_s:
                     report(f"{label}: {elapsed_s:.0f} s ...")
                     next_report_s += _PROGRESS_EVERY_S
-                time.sleep(0.2)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    compiler.wait(timeout=0.2)
         except BaseException:
             signal_group(compiler.pid, signal.SIGKILL)  # go runs one process for each package
             raise
