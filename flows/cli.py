@@ -180,9 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except K2Error as error:
         return _fail(args, error)
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stopped:
+        return _interrupted(args, str(stopped) or "interrupted; run the same command again to resume")
     except BrokenPipeError:
         return ExitCode.DONE
     except Exception as error:
@@ -197,6 +196,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 hint=f"run it again with -v before the command for the traceback ({CATALOGUE['K2-UNX-001'].remedy})",
             ),
         )
+
+
+def _interrupted(args: argparse.Namespace, message: str) -> int:
+    print(message, file=sys.stderr)
+    if getattr(args, "json", False):
+        print(json.dumps({"version": 1, "outcome": "interrupted", "message": message}, indent=2))
+    return 130
 
 
 def _fail(args: argparse.Namespace, error: K2Error) -> int:

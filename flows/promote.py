@@ -34,8 +34,11 @@ def promote(
     """
     order = open_order(release, site)
     with ending(order, "promote") as result:
-        approved = traffic.approve(order, approver, comment)
-        traffic.shift(order, approved["lock_digest"])
+        with traffic.no_unwatched_candidate(order):
+            approved = traffic.approve(order, approver, comment)
+            traffic.shift(order, approved["lock_digest"])
+        # From here on the candidate carries everybody and has kept every check: a store that is down is no reason to
+        # send users back. The next run finishes the record.
         done = traffic.promote(order, approved["lock_digest"], approver)
         result.update(
             {

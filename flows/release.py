@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from prefect import flow
 from pydantic import Field
 
-from tasks import cluster, gates, staging, weights
+from tasks import cluster, gates, staging, traffic, weights
 from tasks.order import Order, ending, open_order
 
 # The form's help comes from the docstring's Args; the limits are checked by the server before a run exists.
@@ -19,14 +19,15 @@ SiteParameter = Annotated[str, Field(max_length=400)]
 def release(release: ReleaseParameter, site: SiteParameter = "") -> dict[str, Any]:
     """Bring a release to *gated*: weights verified on every node, engines ready, gates passed, no user touched.
 
-    Run it again after any death: each step looks at the world and does what is missing.
+    Run it again after any death: each step looks at the world and does what is missing. A step that fails while the
+    candidate has users already (its shift was cut off) sends them back first.
 
     Args:
         release: Id of a release file in the site's releases directory, or the path of one as the worker sees it.
         site: Path of the site file as the worker sees it; empty for the worker's own site.
     """
     order = open_order(release, site)
-    with ending(order, "release") as result:
+    with ending(order, "release") as result, traffic.no_unwatched_candidate(order):
         locked = weights.lock(order)
         plan = cluster.plan(order, locked["lock_digest"])["plan"]
         result["plan"] = plan
@@ -50,4 +51,5 @@ def _bring_up(order: Order, plan: dict[str, Any]) -> None:
     cluster.rollout(order, plan)
     gates.warm(order, lock_digest)
     gates.smoke(order, lock_digest)
+    traffic.check_no_users(order, lock_digest)
     gates.throughput(order, lock_digest)

@@ -9,7 +9,14 @@ from prefect import task
 
 from tasks.order import Order, connect, subject
 from tasks.steps.context import Ports, Subject
-from tasks.steps.gating import rejudge_step, reused, smoke_step, throughput_step, warm_step
+from tasks.steps.gating import (
+    rejudge_smoke_step,
+    rejudge_throughput_step,
+    reused,
+    smoke_step,
+    throughput_step,
+    warm_step,
+)
 from tasks.steps.journal import recorded
 
 Step = Callable[[Ports, Subject], dict[str, Any]]
@@ -41,7 +48,10 @@ def throughput(order: Order, lock_digest: str) -> dict[str, Any]:
     return _gate(order, lock_digest, "throughput", throughput_step)
 
 
-@task(name="throughput-again", persist_result=False)
+@task(name="gates-again", persist_result=False)
 def rejudge(order: Order, lock_digest: str) -> dict[str, Any]:
-    """Judge the live release's stored samples by this release's limits: no pod starts, no request is sent."""
-    return _gate(order, lock_digest, "throughput", rejudge_step)
+    """Judge the live release's stored answers and samples by this release's limits: no pod starts, nothing is sent."""
+    return {
+        "smoke": _gate(order, lock_digest, "smoke", rejudge_smoke_step),
+        "throughput": _gate(order, lock_digest, "throughput", rejudge_throughput_step),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,16 +12,19 @@ from prefect import runtime
 from prefect.logging import get_run_logger
 
 from tasks import wiring
-from tasks.core.errors import K2Error
+from tasks.core.errors import K2Error, UnavailableError
+from tasks.core.identity import check_release_id
 from tasks.core.ledger import FAILED, FINISHED, Record
 from tasks.core.spec import Release
 from tasks.progress import RunProgress
 from tasks.specs import find_release
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import get_lock
-from tasks.steps.journal import append
+from tasks.steps.journal import append, speaking_for_itself, unknown_error, without_cause
 
 END = "end"
+_END_TRIES = 3
+_END_WAIT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -33,15 +37,27 @@ class Order:
 
 
 def open_order(release: str, site: str) -> Order:
-    """Return the order of the present flow run, its site and release checked to be readable."""
-    order = Order(release, wiring.site_path(site), str(runtime.flow_run.id or "local"))
-    read_release(order)
+    """Return the order of the present flow run, its site and release checked to be readable.
+
+    A release that cannot be read ends the run here. Where it was named by its id, that is recorded for whoever waits;
+    a release named by a path has no id yet, and without a site there is no store: then the run's own state tells.
+    """
+    with speaking_for_itself("the flow's parameters"):
+        order = Order(release, wiring.site_path(site), str(runtime.flow_run.id or "local"))
+        try:
+            read_release(order)
+        except K2Error as error:
+            with contextlib.suppress(K2Error):
+                check_release_id(release)
+                _append_end(order, release, FAILED, {"outcome": "failed", "error": error.as_data()})
+            raise
     return order
 
 
 def connect(order: Order) -> Ports:
     """Return the ports of an order's site, with progress that goes to the run's log and artifacts."""
-    return wiring.connect(order.site, order.run, RunProgress(), read_release(order).profile.served_model_name)
+    with speaking_for_itself("connect"):
+        return wiring.connect(order.site, order.run, RunProgress(), read_release(order).profile.served_model_name)
 
 
 def read_release(order: Order) -> Release:
@@ -51,29 +67,51 @@ def read_release(order: Order) -> Release:
 
 def subject(order: Order, ports: Ports, lock_digest: str) -> Subject:
     """Return the release of an order with its lock, read from the store by digest."""
-    return Subject(read_release(order), get_lock(ports.store, lock_digest))
+    with speaking_for_itself("subject"):
+        return Subject(read_release(order), get_lock(ports.store, lock_digest))
 
 
 @contextmanager
 def ending(order: Order, flow: str) -> Iterator[dict[str, Any]]:
     """Record how a flow run ended, for whoever waits for it: the caller fills in the outcome.
 
-    The ledger carries the outcome from the run's process to `k2ctl`; the Prefect database is not asked.
+    The ledger carries the outcome from the run's process to `k2ctl`; the Prefect database is not asked. An error goes
+    on without its causes, as Prefect logs whole chains (I6), and is never hidden by a store that does not answer: then
+    the run's state carries it.
     """
     result: dict[str, Any] = {"flow": flow, "outcome": "done"}
+    release = order.release
     try:
+        release = read_release(order).id
         yield result
     except K2Error as error:
-        _end(order, FAILED, {"flow": flow, "outcome": "failed", "error": error.as_data()})
-        get_run_logger().error(error.as_text())
-        raise
+        _failed(order, release, flow, error)
+        raise without_cause(error) from None
     except Exception as error:
-        unknown = K2Error("K2-UNX-001", f"The flow ended with {type(error).__name__}.", where=flow)
-        _end(order, FAILED, {"flow": flow, "outcome": "failed", "error": unknown.as_data()})
-        raise
-    _end(order, FINISHED, result)
+        unknown = unknown_error(flow, error)
+        _failed(order, release, flow, unknown)
+        raise unknown from None
+    with speaking_for_itself(flow):
+        _append_end(order, release, FINISHED, result)
 
 
-def _end(order: Order, event: str, data: dict[str, Any]) -> None:
-    ports = connect(order)
-    append(ports.store, Record(read_release(order).id, END, event, order.run, ports.clock.now(), data))
+def _failed(order: Order, release: str, flow: str, error: K2Error) -> None:
+    """Record how a flow failed, if the store lets us, and say it in the run's log."""
+    with contextlib.suppress(K2Error):
+        _append_end(order, release, FAILED, {"flow": flow, "outcome": "failed", "error": error.as_data()})
+    get_run_logger().error(error.as_text())
+
+
+def _append_end(order: Order, release: str, event: str, data: dict[str, Any]) -> None:
+    """Append the record of a run's end; a store that does not answer is tried a few times."""
+    # Not by `connect`: the release need not be readable (any more).
+    ports = wiring.connect(order.site, order.run, RunProgress())
+    for left in reversed(range(_END_TRIES)):
+        try:
+            append(ports.store, Record(release, END, event, order.run, ports.clock.now(), data))
+        except UnavailableError:
+            if not left:
+                raise
+            ports.clock.sleep(_END_WAIT_S)
+        else:
+            return

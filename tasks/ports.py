@@ -127,8 +127,10 @@ class Cluster(Protocol):
         """Return one object of the site's namespace (or a cluster-scoped one), or None."""
         ...
 
-    def list_objects(self, kind: str, labels: Mapping[str, str] | None = None) -> list[Object]:
-        """Return the objects of a kind by labels, all pages."""
+    def list_objects(
+        self, kind: str, labels: Mapping[str, str] | None = None, *, everywhere: bool = False
+    ) -> list[Object]:
+        """Return the objects of a kind by labels, all pages: of the site's namespace, or `everywhere` of all."""
         ...
 
     def apply(self, obj: Object, *, dry_run: bool = False) -> Object:

@@ -97,7 +97,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    # YAML knows .inf and .nan: a bake or a hold that never ends, or that no comparison says anything of.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class GroupModel(_Model):

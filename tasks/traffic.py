@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from prefect import task
 
+from tasks.core.errors import ConflictError, RevertedError, UnavailableError
 from tasks.order import Order, connect, read_release, subject
+from tasks.steps.aborting import abort_if_serving, check_load, has_users, is_another_hand
 from tasks.steps.holder import TrafficHolder, holding
 from tasks.steps.journal import recorded
 from tasks.steps.promotion import approve_step, promote_step, receipt_step, retire_step
-from tasks.steps.traffic import shift_step
+from tasks.steps.shifting import shift_step
 
 
 @task(name="approve", persist_result=False)
@@ -55,3 +59,50 @@ def retire(order: Order) -> dict[str, Any]:
         return recorded(ports, release.id, "retire", lambda: retire_step(ports, release, holder))
 
     return holding(ports, act)
+
+
+@contextmanager
+def no_unwatched_candidate(order: Order) -> Iterator[None]:
+    """Send a candidate's users back when a step of its release fails in here and nothing else watches it.
+
+    This is no task: an orchestrator that does not answer must not stand between a failure and the safe write.
+
+    Raises:
+        RevertedError: a step failed while the release's candidate had users; they were sent back first.
+    """
+    try:
+        yield
+    except BaseException as error:
+        try:
+            _send_back(order, error)
+        except RevertedError as reverted:
+            if not isinstance(error, Exception):
+                raise error from None
+            raise reverted from None
+        raise
+
+
+def _send_back(order: Order, error: BaseException) -> None:
+    if isinstance(error, RevertedError) or is_another_hand(error):
+        return
+    ports, release = connect(order), read_release(order)
+    if not has_users(ports, release):
+        return
+
+    def act(holder: TrafficHolder) -> dict[str, Any]:
+        try:
+            return recorded(ports, release.id, "shift", lambda: abort_if_serving(ports, release, holder, error))
+        except UnavailableError:
+            # The ledger does not answer: users come first.
+            return abort_if_serving(ports, release, holder, error)
+
+    try:
+        holding(ports, act)
+    except ConflictError as conflict:
+        ports.progress.say(f"shift: nothing sent back, somebody else moves traffic: {conflict}")
+
+
+def check_no_users(order: Order, lock_digest: str) -> None:
+    """Check that the load of a gate does not go to a set that users are on; a verdict that still holds needs none."""
+    ports = connect(order)
+    check_load(ports, subject(order, ports, lock_digest))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.console.cpu_clock import CpuClock
+from flows.console.injecting import INJECTIONS, Injector
 from flows.console.reports import print_json
 from flows.console.submission import say, show_steps_here, submit, use_api
 from tasks import wiring
@@ -27,7 +27,6 @@ from tasks.steps.journal import states
 from tasks.steps.site_setup import set_up_site
 from tasks.steps.traffic import read_live_route
 
-INJECTIONS = ("shard-bitflip", "gate-miss", "node-lost", "slo-breach")
 _CLIENT_RATE_PER_S = 20.0
 _MIN_REQUESTS = 1000
 _RETIRE_WAIT_S = 60
@@ -47,14 +46,15 @@ class Outcome:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     built_s: float = 0.0
+    users: str = ""
 
 
 def rehearse(args: Namespace) -> int:
-    """Run the rehearsal that the arguments ask for; its exit code is that of the release."""
+    """Run the rehearsal that the arguments ask for; its exit code is that of the release, or 1 if users noticed it."""
     from infra.rehearsal import site as embedded
 
     if args.stop:
-        return _stop_kept()
+        return _stop_kept(args)
     unknown = [name for name in args.inject if name not in INJECTIONS]
     if unknown:
         raise InputError(
@@ -160,7 +160,7 @@ class Rehearsal:
     def _release(self, result: Outcome) -> None:
         """Take the candidate through release and promote as deployments, with the injections."""
         site = self._ports().site
-        with Injector(self._site, self._args.inject, self._ports):
+        with Injector(self._site, self._args.inject, self._ports, self._new):
             try:
                 parameters = {"release": self._new, "site": str(self._site.site_path)}
                 submit(site, "release/release", self._new, parameters)
@@ -216,6 +216,8 @@ class Rehearsal:
             report = self._client_report() if self._args.keep or self._args.site_only else self._site.stop_client()
             keys = ("requests", "failed", "cut_streams", "first_failures", "latency_ms", "ttft_ms")
             result.client = {key: report.get(key) for key in keys} | {"by_release": self._by_release(report)}
+            whole = not (self._args.inject or self._args.site_only) and result.exit_code == ExitCode.DONE
+            blame(result, _MIN_REQUESTS if whole else 0)
         result.steps = self._cpu.steps(states(ports.store, result.release))
         route, _ = read_live_route(ports)
         live, _ = get_live(ports.store)
@@ -232,6 +234,7 @@ class Rehearsal:
             "error": result.error,
             "steps": result.steps,
             "client": result.client,
+            "users": result.users,
             "live": live["release"] if live else None,
             "route": {backend.release: weight for backend, weight in route.weights()},
             "parked": self._site.parked_answer(),
@@ -248,6 +251,23 @@ class Rehearsal:
             print_json(document)
         else:
             _print_result(document)
+
+
+def blame(result: Outcome, least: int) -> None:
+    """Make a rehearsal that users noticed, or that had fewer than `least` requests of users, a failed one.
+
+    That comes before the outcome of the release: no way for it to end may be felt by users.
+    """
+    failed, cut = (int(result.client.get(key) or 0) for key in ("failed", "cut_streams"))
+    requests = int(result.client.get("requests") or 0)
+    if failed or cut:
+        result.users = f"Of {requests} user requests {failed} failed, and {cut} streams were cut."
+    elif requests < least:
+        result.users = f"Only {requests} user requests were sent; {least} are needed to say that none fails."
+    else:
+        return
+    result.outcome, result.exit_code = "users-failed", ExitCode.UNEXPECTED
+    say(result.users)
 
 
 def _results_directory() -> Path:
@@ -273,78 +293,10 @@ def _print_result(document: dict[str, Any]) -> None:
             "answered by " + ", ".join(f"{name}: {count}" for name, count in client["by_release"].items())
         )
     print("traffic now: " + ", ".join(f"{name} {weight}%" for name, weight in document["route"].items()))
+    if document["users"]:
+        print(document["users"])
     if document["receipt"]:
         print(f"receipt: {document['receipt']}")
-
-
-class Injector:
-    """Makes things go wrong by name, at the moment that each name stands for."""
-
-    def __init__(self, site: Any, names: list[str], ports: Any) -> None:
-        self._site = site
-        self._names = names
-        self._ports = ports
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Injector:
-        if "shard-bitflip" in self._names:
-            self._site.inject("shard-bitflip", {"path": "model-7-of-61.safetensors", "offset": 12345})
-            say("inject: the Hub flips one bit of model-7-of-61.safetensors")
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join(10)
-
-    def _watch(self) -> None:
-        pending = [name for name in self._names if name != "shard-bitflip"]
-        ports = self._ports()
-        while pending and not self._stop.wait(0.3):
-            with contextlib.suppress(K2Error):
-                pending = [name for name in pending if not self._try(name, ports)]
-
-    def _try(self, name: str, ports: Ports) -> bool:
-        """Switch an injection on if its moment has come; return whether it is on."""
-        from infra.rehearsal.releases import NEW
-
-        groups = ports.cluster.list_objects("LeaderWorkerSet")
-        candidate = next((g for g in groups if g["metadata"]["annotations"].get("k2-release.io/release") == NEW), None)
-        if candidate is None:
-            return False
-        serving = candidate["metadata"]["labels"]["k2-release.io/serving"]
-        if name == "gate-miss":
-            self._site.inject("engine-slow", {"pod_prefix": f"k2-{serving[:8]}-", "factor": 15})
-            say("inject: the candidate's engines are 15 times slower")
-            return True
-        if name == "slo-breach":
-            route, _ = read_live_route(ports)
-            if route.candidate_percent < 10:
-                return False
-            self._site.inject("engine-slow", {"pod_prefix": f"k2-{serving[:8]}-", "factor": 40})
-            say("inject: at 10% the candidate's engines become 40 times slower")
-            return True
-        node = _node_of_candidate_alone(ports, serving)
-        if node is None:
-            return False
-        self._site.inject("node-lost", {"node": node})
-        say(f"inject: node {node} stops answering")
-        return True
-
-
-def _node_of_candidate_alone(ports: Ports, serving: str) -> str | None:
-    """Return a node that runs a decode pod of the candidate and nothing of any other set: users must not feel it."""
-    pods = ports.cluster.list_objects("Pod")
-    labels = [(pod["spec"].get("nodeName"), pod["metadata"].get("labels", {})) for pod in pods]
-    taken = {n for n, tags in labels if tags.get("k2-release.io/serving") not in (None, serving)}
-    taken |= {n for n, tags in labels if tags.get("k2-release.io/role") == "parking"}
-    own = {
-        n
-        for n, tags in labels
-        if tags.get("k2-release.io/serving") == serving and tags.get("k2-release.io/role") == "decode"
-    }
-    return min((n for n in own - taken if n), default=None)
 
 
 def _keep(site: Any, args: Namespace) -> None:
@@ -353,25 +305,29 @@ def _keep(site: Any, args: Namespace) -> None:
     note.parent.mkdir(parents=True, exist_ok=True)
     note.unlink(missing_ok=True)
     note.symlink_to(site.site_path)
-    print("\nThe site stays up:")
-    print(f"  site file   {site.site_path}   (k2ctl finds it by itself)")
-    print(f"  gateway     {site.gateway_url}/v1/chat/completions")
-    print(f"  Prefect     {site.prefect.api_url.removesuffix('/api')}")
-    print(f"  kubectl     KUBECONFIG={site.control_plane.kubeconfig} kubectl get pods")
-    print("  try         k2ctl status; k2ctl ask 'What is 17 + 25?'; k2ctl plan k2-rehearsal-2")
-    print("  end it      k2ctl rehearse --stop")
+    say("\nThe site stays up:")
+    say(f"  site file   {site.site_path}   (k2ctl finds it by itself)")
+    say(f"  gateway     {site.gateway_url}/v1/chat/completions")
+    say(f"  Prefect     {site.prefect.api_url.removesuffix('/api')}")
+    say(f"  kubectl     KUBECONFIG={site.control_plane.kubeconfig} kubectl get pods")
+    say("  try         k2ctl status; k2ctl ask 'What is 17 + 25?'; k2ctl plan k2-rehearsal-2")
+    say("  end it      k2ctl rehearse --stop")
 
 
-def _stop_kept() -> int:
+def _stop_kept(args: Namespace) -> int:
     """Stop the site that was kept; only processes that it recorded and that are still those."""
     from infra.rehearsal.processes import stop_recorded
 
     note = wiring.last_rehearsal_site()
     if not note.is_symlink():
         say("no rehearsal site was kept")
+        if args.json:
+            print_json({"version": 1, "outcome": "none-kept", "processes": 0, "directory": None})
         return ExitCode.DONE
     directory = note.readlink().parent
     stopped = stop_recorded(directory) if directory.is_dir() else ()
     note.unlink()
     say(f"stopped {len(stopped)} processes; files stay in {directory}")
+    if args.json:
+        print_json({"version": 1, "outcome": "stopped", "processes": len(stopped), "directory": str(directory)})
     return ExitCode.DONE

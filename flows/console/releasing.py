@@ -5,10 +5,13 @@ from __future__ import annotations
 import getpass
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from flows.console.reports import connect, print_json, summary
-from flows.console.submission import Ended, say, show_steps_here, submit, use_api
+from pydantic import TypeAdapter, ValidationError
+
+from flows.console.reports import connect, print_json, show_plan, summary
+from flows.console.submission import Ended, again, say, show_steps_here, submit, use_api
 from tasks import wiring
 from tasks.core.errors import ExitCode, InputError
 from tasks.core.spec import Site
@@ -16,6 +19,8 @@ from tasks.specs import find_release
 from tasks.steps.capacity import make_release_plan
 from tasks.steps.context import Subject
 from tasks.steps.weights import make_accepted_lock
+
+_SHOWN_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,13 @@ class _Target:
     release_id: str
 
     @property
+    def release(self) -> str:
+        """The release as a flow is to find it: its id, or the absolute path of its file."""
+        given = str(self.args.release)
+        named_by_path = "/" in given or given.endswith((".yaml", ".yml"))
+        return str(Path(given).expanduser().resolve()) if named_by_path else given
+
+    @property
     def approver(self) -> str:
         """Who approves: as given, else the user at the keyboard."""
         return str(self.args.approver or getpass.getuser())
@@ -36,7 +48,30 @@ class _Target:
 def _target(args: Namespace) -> _Target:
     site_path = wiring.site_path(args.site)
     site = wiring.read_site(site_path)
-    return _Target(args, site_path, site, find_release(args.release, site.releases_dir).id)
+    target = _Target(args, site_path, site, find_release(args.release, site.releases_dir).id)
+    _check_approval(target)
+    return target
+
+
+def _check_approval(target: _Target) -> None:
+    """Check who approves and why by the flow's own rules, before anything is started."""
+    from flows.promote import ApproverParameter, CommentParameter
+
+    args = target.args
+    rules: list[tuple[str, Any, str]] = [("--comment", CommentParameter, args.comment)]
+    if args.approver or (args.yes and args.command != "retire"):
+        rules.append(("--approver", ApproverParameter, target.approver))
+    for option, rule, value in rules:
+        try:
+            TypeAdapter(rule).validate_python(value)
+        except ValidationError as error:
+            raise InputError(
+                "K2-INP-001",
+                f"{error.errors()[0]['msg']}.",
+                where=option,
+                got=value if len(value) <= _SHOWN_CHARACTERS else f"{len(value)} characters",
+                hint=f"give another {option}",
+            ) from error
 
 
 def release(args: Namespace) -> int:
@@ -50,14 +85,14 @@ def release(args: Namespace) -> int:
         ended = _run(target, "promote", approver=target.approver, comment=args.comment)
         data = {**data, **ended.data}
     elif data["outcome"] == "gated":
-        say(f"gated: no user traffic was moved. Next: k2ctl promote {args.release} --approver NAME -y")
+        say(f"gated: no user traffic was moved. Next: k2ctl promote {target.release} --approver NAME -y")
     return _report(target, data, ended)
 
 
 def promote(args: Namespace) -> int:
     """Let a gated release have traffic: shift by its plan, then promote."""
     target = _target(args)
-    _confirm(args, f"shift user traffic to {target.release_id}")
+    _confirm(target, f"shift user traffic to {target.release_id}")
     ended = _run(target, "promote", approver=target.approver, comment=args.comment)
     return _report(target, dict(ended.data), ended)
 
@@ -65,15 +100,22 @@ def promote(args: Namespace) -> int:
 def retire(args: Namespace) -> int:
     """Take down a replaced release after its hold."""
     target = _target(args)
-    _confirm(args, f"delete the pods and objects of {target.release_id} (its weights stay)")
+    _confirm(target, f"delete the pods and objects of {target.release_id} (its weights stay)")
     ended = _run(target, "retire")
     return _report(target, dict(ended.data), ended)
 
 
-def _confirm(args: Namespace, what: str) -> None:
+def _confirm(target: _Target, what: str) -> None:
     """Refuse to go on without -y: what moves traffic or deletes is said out loud first."""
-    if not args.yes:
-        raise InputError("K2-INP-001", f"This would {what}.", where="-y", got="not given", expected="-y to go on")
+    if not target.args.yes:
+        raise InputError(
+            "K2-INP-001",
+            f"This would {what}.",
+            where="-y",
+            got="not given",
+            expected="-y to go on",
+            hint=again(target.args.command, target.release),
+        )
 
 
 def _run(target: _Target, name: str, **more: str) -> Ended:
@@ -83,8 +125,8 @@ def _run(target: _Target, name: str, **more: str) -> Ended:
     """
     args, site = target.args, target.site
     if args.local or not site.prefect_api_url:
-        return _run_here(site, name, {"release": args.release, "site": target.site_path, **more})
-    parameters = {"release": args.release, "site": target.site_path if args.site else "", **more}
+        return _run_here(site, name, {"release": target.release, "site": target.site_path, **more})
+    parameters = {"release": target.release, "site": target.site_path if args.site else "", **more}
     return submit(site, f"{name}/{name}", target.release_id, parameters)
 
 
@@ -105,7 +147,7 @@ def _dry_run(args: Namespace) -> int:
     ports = connect(args)
     found = find_release(args.release, ports.site.releases_dir)
     made, _ = make_accepted_lock(ports.hub, found.repo, found.revision)
-    print_json(make_release_plan(ports, Subject(found, made)))
+    show_plan(args, make_release_plan(ports, Subject(found, made)))
     return ExitCode.DONE
 
 

@@ -17,7 +17,7 @@ from tasks.core.errors import CATALOGUE, ExitCode, InputError
 from tasks.core.lease import LEASE, read_lease
 from tasks.core.ledger import StepState
 from tasks.core.lock import Lock, lock_from_data
-from tasks.core.plan import plan_rows
+from tasks.core.plan import Plan, plan_rows
 from tasks.core.render import render_serving
 from tasks.core.spec import plain
 from tasks.core.units import format_bytes
@@ -98,22 +98,29 @@ def plan(args: Namespace) -> int:
     ports = connect(args)
     subject = _subject(ports, args.release)
     made = make_release_plan(ports, subject)
+    show_plan(args, made)
+    return ExitCode.PLAN_HAS_CHANGES if args.detailed_exitcode and made.has_changes else ExitCode.DONE
+
+
+def show_plan(args: Namespace, made: Plan) -> None:
+    """Write a plan to standard output: rows for a person, or with --json one document."""
     if args.json:
         print_json({"version": 1, **plain(made)})
     else:
         for row in plan_rows(made, made.usd_per_hour):
             print(f"{row['what']:<22}{row['value']}")
-    return ExitCode.PLAN_HAS_CHANGES if args.detailed_exitcode and made.has_changes else ExitCode.DONE
 
 
 def render(args: Namespace) -> int:
-    """Write the objects of a release as YAML."""
+    """Write the objects of a release as YAML, or with --json as a JSON list."""
     ports = connect(args)
     subject = _subject(ports, args.release)
     objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
-    text = yaml.safe_dump_all(objects, sort_keys=True)
+    text = json.dumps(objects, indent=2) + "\n" if args.json else yaml.safe_dump_all(objects, sort_keys=True)
     if args.output:
         Path(args.output).write_text(text)
+        if args.json:
+            print_json({"version": 1, "path": args.output, "objects": len(objects)})
     else:
         sys.stdout.write(text)
     return ExitCode.DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 from flows.console.reports import connect, print_json
@@ -32,6 +33,8 @@ def _init(args: Namespace) -> int:
         )
     set_up_site(ports, load_base(), find_release(args.release, ports.site.releases_dir).images.tool)
     say(f"site {ports.site.name}: base objects applied, live route there")
+    if args.json:
+        print_json({"version": 1, "site": ports.site.name, "outcome": "done"})
     return ExitCode.DONE
 
 
@@ -41,13 +44,16 @@ def _check(args: Namespace) -> int:
     nodes = read_nodes(ports, "")
     route, _ = read_live_route(ports)
     objects = len(ports.store.list_objects("receipts/"))
+    counted = ports.stats.counts(route.stable.service).requests
     rows = [
         {"part": "kubernetes", "says": f"{sum(n.usable for n in nodes)} of {len(nodes)} nodes of the pool are usable"},
         {"part": "live route", "says": f"{route.phase}, stable {route.stable.release}"},
         {"part": "store", "says": f"{objects} receipts in {ports.site.store.bucket}"},
         {
             "part": "gateway statistics",
-            "says": f"{ports.stats.counts(route.stable.service).requests:.0f} requests counted",
+            "says": f"no counters of {route.stable.service}"
+            if math.isnan(counted)
+            else f"{counted:.0f} requests counted",
         },
     ]
     if args.json:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 from uuid import UUID
 
-from tasks.core.errors import After, K2Error, UnavailableError, error_from_data
+from tasks.core.errors import CATALOGUE, After, InputError, K2Error, UnavailableError, error_from_data
 from tasks.core.ledger import FAILED
 from tasks.core.spec import Site
 from tasks.order import END
@@ -22,6 +24,24 @@ _QUEUE_NOTE_S = 15.0
 _LAST_LINES_S = 4.0
 _FINISHED = "Finished in state"
 _GONE_STATES = ("CRASHED", "CANCELLED")
+_PASSING = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+_REFUSED_IN_RUN = "Validation of flow parameters failed"
+# The one line that `str` of a K2Error is, in the message that Prefect makes of an exception.
+_ERROR_LINE = re.compile(
+    r"(?P<code>K2-[A-Z]{3}-\d{3}) (?P<summary>.+?)(?:; where: (?P<where>.+?))?"
+    r"(?:; got: (?P<got>.*?), expected: (?P<expected>.*))?$",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class _LastState:
+    """The last state of a deployment's run: its type and message."""
+
+    deployment: str
+    run: str
+    kind: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -64,21 +84,28 @@ def submit(site: Site, deployment: str, release_id: str, parameters: dict[str, A
     """Start a run of a deployment, show its log until it ends, and return how it ended.
 
     Raises:
-        K2Error: the run's own error, as the ledger carries it.
+        K2Error: the run's own error, as the ledger carries it, or else as its state tells it.
+        InputError: the server refuses the parameters; no run was made.
         UnavailableError: the run died without a word (K2-UNA-002), or Prefect does not answer (K2-UNA-001).
+        KeyboardInterrupt: whoever waited goes away; the run does not.
     """
     use_api(site)
     from httpx import HTTPError
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound, PrefectException
 
+    begun = "nothing was started"
     try:
         with get_client(sync_client=True) as client:
             found = client.read_deployment_by_name(deployment)
-            run = client.create_flow_run_from_deployment(found.id, parameters=parameters)
+            run = _create(client, found.id, deployment, parameters)
+            begun = "the flow run goes on without us"
             url = f"{site.prefect_api_url.removesuffix('/api')}/runs/flow-run/{run.id}"
             say(f"{deployment}: run {run.name}  {url}")
-            state = _follow(client, run.id)
+            try:
+                state = _follow(client, run.id)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(_left_alone(site, release_id, str(run.id), url)) from None
     except ObjectNotFound as error:
         raise UnavailableError(
             "K2-UNA-001",
@@ -89,16 +116,59 @@ def submit(site: Site, deployment: str, release_id: str, parameters: dict[str, A
     except (HTTPError, PrefectException, OSError) as error:
         raise UnavailableError(
             "K2-UNA-001",
-            "Prefect does not answer; the flow run goes on without us.",
+            f"Prefect does not answer; {begun}.",
             where=site.prefect_api_url,
             got=type(error).__name__,
             retry=After(5),
         ) from error
-    return Ended(str(run.id), _outcome(site, release_id, str(run.id), state), url)
+    return Ended(str(run.id), _outcome(site, release_id, _LastState(deployment, str(run.id), *state)), url)
 
 
-def _follow(client: Any, run_id: UUID) -> str:
-    """Print the run's log lines as they come until it is in a final state; return that state's type."""
+def _create(client: Any, deployment_id: UUID, deployment: str, parameters: dict[str, Any]) -> Any:
+    """Create a run; InputError with the server's own sentence if it refuses the parameters."""
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    try:
+        return client.create_flow_run_from_deployment(deployment_id, parameters=parameters)
+    except PrefectHTTPStatusError as error:
+        status = error.response.status_code
+        if not HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR or status in _PASSING:
+            raise
+        raise InputError(
+            "K2-INP-001",
+            "The Prefect server refuses the run.",
+            where=deployment,
+            got=_detail(error.response) or f"HTTP {status}",
+            expected="parameters that the deployment's form allows",
+        ) from error
+
+
+def _detail(response: Any) -> str:
+    """Return the sentence that an API's error answer carries."""
+    try:
+        answer = response.json()
+    except ValueError:
+        return ""
+    detail = answer.get("detail") or answer.get("exception_detail") if isinstance(answer, dict) else ""
+    if isinstance(detail, list):
+        detail = "; ".join(str(item.get("msg", item) if isinstance(item, dict) else item) for item in detail)
+    return str(detail or "")
+
+
+def _left_alone(site: Site, release_id: str, run: str, url: str) -> str:
+    """Return what whoever stops waiting has to know."""
+    return "\n".join(
+        (
+            "no longer waiting; the flow run goes on",
+            f"  look at it  {url}",
+            f"  follow      k2ctl status {release_id}",
+            f"  cancel      PREFECT_API_URL={site.prefect_api_url} prefect flow-run cancel {run}",
+        )
+    )
+
+
+def _follow(client: Any, run_id: UUID) -> tuple[str, str]:
+    """Print the run's log lines as they come until it is in a final state; return that state's type and message."""
     shown, began, noted = 0, time.monotonic(), False
     while True:
         run = client.read_flow_run(run_id)
@@ -106,7 +176,7 @@ def _follow(client: Any, run_id: UUID) -> str:
         shown += len(_print_logs(client, run_id, shown))
         if final:
             _print_rest(client, run_id, shown)
-            return str(run.state.type.value)
+            return str(run.state.type.value), str(run.state.message or "")
         if run.state is not None and run.state.name == "AwaitingConcurrencySlot" and not noted:
             noted = True
             say("waiting: another run of this deployment is not over yet (one at a time)")
@@ -141,30 +211,60 @@ def _print_logs(client: Any, run_id: UUID, skip: int) -> list[Any]:
     return lines
 
 
-def _outcome(site: Site, release_id: str, run: str, state: str) -> dict[str, Any]:
+def _outcome(site: Site, release_id: str, last: _LastState) -> dict[str, Any]:
     """Return what the run recorded of its end; raise what it failed with."""
-    for record in reversed(records(open_store(site), release_id)):
-        if record.step == END and record.run == run:
+    told = _error_of_state(last)
+    try:
+        written = records(open_store(site), release_id)
+    except UnavailableError:
+        if told is not None:
+            raise told from None
+        raise
+    for record in reversed(written):
+        if record.step == END and record.run == last.run:
             if record.event == FAILED:
                 raise error_from_data(record.data["error"])
             return dict(record.data)
-    if state in _GONE_STATES:
+    if told is not None:
+        raise told
+    if last.kind in _GONE_STATES:
         raise UnavailableError(
             "K2-UNA-002",
             "The flow run died before it could say how it ended.",
-            where=f"flow run {run}",
-            got=state.lower(),
+            where=f"flow run {last.run}",
+            got=last.kind.lower(),
             expected="a record of its end",
-            hint=f"k2ctl release {release_id} (it resumes)",
+            hint=f"{again(last.deployment, release_id)} (it resumes)",
             retry=After(5),
         )
     raise K2Error(
         "K2-UNX-001",
         "The flow run ended without a record of its end.",
-        where=f"flow run {run}",
-        got=state.lower(),
+        where=f"flow run {last.run}",
+        got=f"{last.kind.lower()}: {last.message}" if last.message else last.kind.lower(),
         expected="a record of its end",
     )
+
+
+def _error_of_state(last: _LastState) -> K2Error | None:
+    """Return the error of ours that a failed run's state tells, where the run could not write into the ledger."""
+    if last.kind != "FAILED":
+        return None
+    if last.message.startswith(_REFUSED_IN_RUN):
+        return InputError(
+            "K2-INP-001", "The flow run's parameters are not valid.", where=f"flow run {last.run}", got=last.message
+        )
+    found = _ERROR_LINE.search(last.message)
+    if found is None or found["code"] not in CATALOGUE:
+        return None
+    data = {key: value or "" for key, value in found.groupdict().items()}
+    return error_from_data({**data, "retry_after_s": 5.0 if data["code"].startswith("K2-UNA-") else None})
+
+
+def again(deployment: str, release_id: str) -> str:
+    """Return the command that starts a deployment's flow on a release again."""
+    name = deployment.partition("/")[0]
+    return f"k2ctl {name} {release_id}" + ("" if name == "release" else " -y")
 
 
 def _is_state(message: str) -> bool:

@@ -65,11 +65,16 @@ class KubeCluster:
         except _NotThereError:
             return None
 
-    def list_objects(self, kind: str, labels: Mapping[str, str] | None = None) -> list[Object]:
-        """Return the objects of a kind by labels, all pages; each with its apiVersion and kind."""
+    def list_objects(
+        self, kind: str, labels: Mapping[str, str] | None = None, *, everywhere: bool = False
+    ) -> list[Object]:
+        """Return the objects of a kind by labels, all pages; each with its apiVersion and kind.
+
+        With `everywhere` those of all namespaces, else those of the site's.
+        """
         for _ in range(3):
             try:
-                return list(self._pages(kind, labels or {}))
+                return list(self._pages(kind, labels or {}, "" if everywhere else self._namespace))
             except _ExpiredError:
                 continue  # the server no longer knows the state that the first page was of
         raise UnavailableError(
@@ -156,13 +161,13 @@ class KubeCluster:
             # 400: no such container, or it waits to start and has said nothing yet.
             raise KeyError(where) from error
 
-    def _pages(self, kind: str, labels: Mapping[str, str]) -> Iterator[Object]:
+    def _pages(self, kind: str, labels: Mapping[str, str], namespace: str) -> Iterator[Object]:
         known = _kind(kind)
         query = {"limit": str(PAGE_SIZE)}
         if labels:
             query["labelSelector"] = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
         while True:
-            page = self._object("GET", known.path(self._namespace), query=query, where=kind)
+            page = self._object("GET", known.path(namespace), query=query, where=kind)
             for item in page.get("items") or ():
                 yield {"apiVersion": known.api_version, "kind": kind, **item}
             query["continue"] = str(page.get("metadata", {}).get("continue") or "")

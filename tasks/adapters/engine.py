@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,21 +94,20 @@ class GatewayEngine:
         """Send a workload at its concurrency and return one sample a request, in the order they were started.
 
         Each prompt begins with words of its own, so that no prefix cache answers for the prefill; `ignore_eos` makes
-        each answer as long as the workload says.
+        each answer as long as the workload says. `progress` is called from the calling thread: a run's log is known
+        to that one only.
         """
-        lock, done = threading.Lock(), 0
         began = time.monotonic()
-
-        def send(index: int) -> LoadSample:
-            nonlocal done
-            sample = self._sample(index, serving, workload, began)
-            with lock:
-                done += 1
-                progress(done)
-            return sample
-
         with ThreadPoolExecutor(max_workers=max(1, workload.concurrency)) as pool:
-            return list(pool.map(send, range(workload.requests)))
+            sent = [pool.submit(self._sample, index, serving, workload, began) for index in range(workload.requests)]
+            try:
+                for done, future in enumerate(as_completed(sent), start=1):
+                    future.result()
+                    progress(done)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+            return [future.result() for future in sent]
 
     def _sample(self, index: int, serving: str, workload: Workload, began: float) -> LoadSample:
         prompt = load_prompt(index, workload.input_tokens)
@@ -118,9 +117,12 @@ class GatewayEngine:
         error = answer.error or ("" if answer.status == 200 else f"HTTP {answer.status}")
         if not error and answer.completion_tokens == 0:
             error = "no usage was reported"
+        if not error and not answer.ttft_s:
+            error = "no token"
         return LoadSample(
             started_s=started_s,
-            ttft_s=answer.ttft_s,
+            # Never 0 where no token came: as a time to first token that would be the best of all.
+            ttft_s=answer.ttft_s or answer.latency_s,
             latency_s=answer.latency_s,
             input_tokens=answer.prompt_tokens,
             output_tokens=answer.completion_tokens,
@@ -246,12 +248,12 @@ class _Reading:
             raise _BrokenError(f"an error in the stream: {json.dumps(parsed['error'])[:_ERROR_LIMIT]}")
         choice = _first_choice(parsed)
         delta = choice.get("delta")
-        content = delta.get("content") if isinstance(delta, Mapping) else None
-        if content:
-            if not self.answer.ttft_s:
-                self.answer = replace(self.answer, ttft_s=time.monotonic() - self.began)
-            if self.keep_text:
-                pieces.append(str(content))
+        fields: Mapping[str, Any] = delta if isinstance(delta, Mapping) else {}
+        # A thinking model's first tokens are its reasoning: to the one who waits they are tokens like others.
+        if (fields.get("content") or fields.get("reasoning_content")) and not self.answer.ttft_s:
+            self.answer = replace(self.answer, ttft_s=time.monotonic() - self.began)
+        if fields.get("content") and self.keep_text:
+            pieces.append(str(fields["content"]))
         self.answer = replace(self.answer, **_ending(choice), **_usage(parsed))
 
     def _events(self, response: requests.Response) -> Iterator[bytes]:

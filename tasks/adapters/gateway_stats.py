@@ -10,6 +10,7 @@ never misses one.
 from __future__ import annotations
 
 import json
+import math
 import re
 import urllib.request
 from collections.abc import Mapping
@@ -45,9 +46,14 @@ class EnvoyStats:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def counts(self, backend: str) -> BackendCounts:
-        """Return the counters of a backend Service by name, all its ports; zero for one that the gateway lacks."""
+        """Return the counters of a backend Service by name, all its ports; NaN for one that the gateway lacks.
+
+        Envoy counts from 0 as soon as it has a cluster, so a backend without counters is one that it does not know.
+        """
         cluster = rf"cluster\.{re.escape(self._namespace)}/{re.escape(backend)}/\d+"
         found = self._stats(rf"^{cluster}\.({'|'.join((_REQUESTS, *_ERRORS))})$")
+        if not any(name.endswith(f".{_REQUESTS}") for name in found):
+            return BackendCounts(math.nan, math.nan)
         requests = sum(value for name, value in found.items() if name.endswith(f".{_REQUESTS}"))
         errors = sum(value for name, value in found.items() if not name.endswith(f".{_REQUESTS}"))
         return BackendCounts(requests=requests, errors=min(errors, requests))

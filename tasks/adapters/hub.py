@@ -81,7 +81,7 @@ class HfHub:
             if urlsplit(following)[:2] != urlsplit(self._endpoint)[:2]:
                 # The token goes along with each page.
                 raise UnavailableError(
-                    "K2-UNA-001", "The Hub's next page is on another host.", where=url, got=following
+                    "K2-UNA-001", "The Hub's next page is on another host.", where=url, got=urlsplit(following).netloc
                 )
             url = following
         raise UnavailableError("K2-UNA-001", f"The Hub lists more than {_MAX_PAGES} pages.", where=url)
@@ -150,15 +150,30 @@ class HfHub:
 
     def _token(self) -> str:
         if self._token_variable:
-            return os.environ.get(self._token_variable, "").strip()
+            return _checked_token(os.environ.get(self._token_variable, ""), f"${self._token_variable}")
         if not self._token_file:
             return ""
         try:
-            return Path(self._token_file).read_text().strip()
+            text = Path(self._token_file).read_bytes().decode(errors="replace")
         except OSError as error:
             raise InputError(
                 "K2-INP-001", "The Hub token cannot be read.", where=self._token_file, got=error.strerror or ""
             ) from error
+        return _checked_token(text, self._token_file)
+
+
+def _checked_token(text: str, where: str) -> str:
+    """Return a token without the space around it; InputError, which does not show it, if it cannot be a header."""
+    token = text.strip()
+    if any(character.isspace() or not "!" <= character <= "~" for character in token):
+        raise InputError(
+            "K2-INP-001",
+            "The Hub token is no single word.",
+            where=where,
+            got=f"{len(token.split())} words or characters that no token has",
+            expected="one line with the token and nothing else",
+        )
+    return token
 
 
 def _files(entries: Any, url: str) -> list[LockedFile]:
@@ -166,7 +181,10 @@ def _files(entries: Any, url: str) -> list[LockedFile]:
         return [_locked_file(entry) for entry in entries if entry["type"] == "file"]
     except (KeyError, TypeError, ValueError) as error:
         raise UnavailableError(
-            "K2-UNA-001", f"The Hub's file list is not well formed: {error!r}.", where=url, retry=After(5.0)
+            "K2-UNA-001",
+            f"The Hub's file list is not well formed: {type(error).__name__}.",
+            where=url,
+            retry=After(5.0),
         ) from error
 
 

@@ -16,9 +16,9 @@ class Kind:
     namespaced: bool = True
 
     def path(self, namespace: str, name: str = "") -> str:
-        """Return the path of one object, or of the collection."""
+        """Return the path of one object, or of the collection; without a namespace that of all namespaces."""
         root = f"/apis/{self.api_version}" if "/" in self.api_version else f"/api/{self.api_version}"
-        scope = f"/namespaces/{quote(namespace, safe='')}" if self.namespaced else ""
+        scope = f"/namespaces/{quote(namespace, safe='')}" if self.namespaced and namespace else ""
         return f"{root}{scope}/{self.plural}" + (f"/{quote(name, safe='')}" if name else "")
 
 

@@ -156,7 +156,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         "K2-CAP-001",
         ExitCode.CAPACITY,
         "Not enough free nodes or GPUs for the release.",
-        "Free nodes (`k2ctl retire`), wait for the retire hold, or choose a smaller topology.",
+        "Free nodes (`k2ctl retire RELEASE -y`), wait for the retire hold, or choose a smaller topology.",
     ),
     CatalogueEntry(
         "K2-CAP-002",

@@ -176,22 +176,23 @@ def limit_verdict(limit: Limit, figures: Mapping[str, Figure], digest: str) -> V
 
 
 def baseline_verdict(
-    figures: Mapping[str, Figure], baseline: Mapping[str, Any] | None, ratio: float, digest: str
+    figures: Mapping[str, Figure], baseline: Mapping[str, Any] | None, ratio: float, limits: int, digest: str
 ) -> Verdict:
     """Return the comparison with the last promoted release at the same workload.
 
-    Without a baseline the verdict passes *and says so*: the absolute limits decide (first release).
+    Without a baseline the verdict passes *and says so*: the absolute limits decide (first release). Where the policy
+    has none of those either, nothing decides, and that is no pass.
     """
     metric = "e2e_output_tok_per_s"
     if baseline is None:
         return Verdict(
             "baseline",
-            PASS,
+            PASS if limits else INCONCLUSIVE,
             "no baseline",
             f">= {ratio:g} of the last promoted release",
             "tok/s",
             "",
-            "no baseline: absolute limits decide",
+            "no baseline: absolute limits decide" if limits else "no baseline and no limit: nothing decides",
             digest,
         )
     figure, before = figures.get(metric), float(baseline.get("figures", {}).get(metric, math.nan))
@@ -241,7 +242,7 @@ def throughput_verdict(
     parts = (
         count,
         *(limit_verdict(limit, by_name, digest) for limit in _limits(policy)),
-        baseline_verdict(by_name, baseline, policy.baseline_ratio, digest),
+        baseline_verdict(by_name, baseline, policy.baseline_ratio, len(policy.limits), digest),
     )
     return all_of("throughput", parts, digest), figures
 
@@ -287,6 +288,11 @@ def notes(parts: Sequence[Verdict]) -> str:
 def verdict_from_data(data: Mapping[str, Any]) -> Verdict:
     """Return the verdict that `plain` made into data."""
     return Verdict(**{**data, "parts": tuple(verdict_from_data(part) for part in data.get("parts", ()))})
+
+
+def graded_from_data(rows: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[GradedPrompt, Answer]]:
+    """Return stored smoke answers with their prompts; raise TypeError or KeyError if they are no such rows."""
+    return [(GradedPrompt(**prompt), Answer(**answer)) for prompt, answer in rows]
 
 
 def samples_from_data(rows: Sequence[Mapping[str, Any]]) -> list[LoadSample]:

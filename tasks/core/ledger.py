@@ -6,6 +6,7 @@ database, so a lost Prefect server loses nothing of what is live.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,13 +46,21 @@ class Record:
     version: int = LEDGER_VERSION
 
     def key(self, number: int) -> str:
-        """Return the store key of the record as the number-th of its release."""
-        return f"{ledger_prefix(self.release)}{number:05d}-{self.step}-{self.event}.json"
+        """Return the store key of the record as the number-th of its release.
+
+        Nothing but the number, so that a conditional put lets one writer only have it.
+        """
+        return f"{ledger_prefix(self.release)}{number:05d}.json"
 
 
 def ledger_prefix(release: str) -> str:
     """Return the store prefix of a release's records."""
     return f"ledger/{release}/"
+
+
+def ledger_number(key: str) -> int:
+    """Return the number of a record's key; older tools wrote step and event behind it."""
+    return int(re.split(r"[-.]", key.rpartition("/")[2], maxsplit=1)[0])
 
 
 def record_from_data(data: Mapping[str, Any]) -> Record:

@@ -25,13 +25,17 @@ NONE, POLICY, ROUTER, ARGUMENTS, IMAGE, WEIGHTS, FIRST = (
 
 @dataclass(frozen=True)
 class LiveRelease:
-    """What is live, from its receipt: identities and the serving data that its digest is over."""
+    """What is live: identities and the serving data that its digest is over.
+
+    `recorded` says whether the promotion has its record and its receipt; a death before them leaves it live without.
+    """
 
     release: str
     serving_digest: str
     policy_digest: str
     lock_digest: str
     serving_data: Mapping[str, Any]
+    recorded: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,22 @@ class NodeFacts:
     gpus_used_by_candidate: int
     staged: tuple[str, ...]
 
-    @property
-    def free(self) -> bool:
-        """Whether a whole node of this pool is free for the candidate (or already its own)."""
-        return self.usable and self.gpus_used == self.gpus_used_by_candidate
+    def carries(self, gpus: int) -> bool:
+        """Whether the node may be used and shows the GPUs that a node of the profile has."""
+        return self.usable and self.gpus_total == gpus
+
+    def free(self, gpus: int) -> bool:
+        """Whether the whole node is free for the candidate (or already its own)."""
+        return self.carries(gpus) and self.gpus_used == self.gpus_used_by_candidate
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will happen. `nodes` are the chosen nodes, `spares` further nodes that are staged but not used now."""
+    """What will happen. `nodes` are the chosen nodes, `spares` further nodes that are staged but not used now.
+
+    `live_release` and `live_serving_digest` are what was live when the plan was made (empty for nothing),
+    `route_stable` the serving label that the route sent users to: whoever carries the plan out later compares.
+    """
 
     release: str
     change: str
@@ -72,6 +83,9 @@ class Plan:
     shifts_traffic: bool
     warnings: tuple[str, ...]
     usd_per_hour: float
+    live_release: str
+    live_serving_digest: str
+    route_stable: str
 
     @property
     def has_changes(self) -> bool:
@@ -79,19 +93,30 @@ class Plan:
         return self.change != NONE
 
 
-def change_class(release: Release, lock_digest: str, live: LiveRelease | None) -> str:
-    """Return the class of the change from what is live."""
-    if live is None:
+def change_class(release: Release, lock_digest: str, live: LiveRelease | None, stable: str) -> str:
+    """Return the class of the change from what is live.
+
+    A live release that the route does not send users to serves nobody: any change is as the first one. A live release
+    whose promotion has no record yet is promoted again, as a policy: that writes the record and moves nothing.
+
+    Args:
+        stable: the serving label (12 hex) of the route's stable set.
+    """
+    if live is None or not _is_served(live, stable):
         return FIRST
     if live.serving_digest == release.serving_digest(lock_digest):
-        same_policy = live.policy_digest == release.policy_digest
-        return NONE if live.release == release.id and same_policy else POLICY
+        same = live.release == release.id and live.policy_digest == release.policy_digest
+        return NONE if same and live.recorded else POLICY
     if live.lock_digest != lock_digest:
         return WEIGHTS
     wanted, have = release.serving_data(lock_digest), live.serving_data
     if wanted["engine"] != have.get("engine"):
         return IMAGE
     return ROUTER if _engines(wanted["profile"]) == _engines(have.get("profile", {})) else ARGUMENTS
+
+
+def _is_served(live: LiveRelease, stable: str) -> bool:
+    return live.serving_digest[:12] == stable
 
 
 def _engines(profile: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,6 +129,7 @@ def make_plan(
     lock: Lock,
     site: Site,
     live: LiveRelease | None,
+    stable: str,
     nodes: Sequence[NodeFacts],
     blobs_present: Mapping[str, bool],
     objects: Sequence[str],
@@ -111,6 +137,7 @@ def make_plan(
     """Return the plan of a release.
 
     Args:
+        stable: the serving label of the route's stable set; empty where there is no route.
         blobs_present: sha256 -> whether the store holds it, verified.
         objects: names of the objects that the release renders.
 
@@ -118,14 +145,14 @@ def make_plan(
         CapacityError: fewer free nodes than the topology needs; names every node that is not free and why.
     """
     digest = lock.digest
-    change = change_class(release, digest, live)
+    change = change_class(release, digest, live, stable)
     runs = change not in (NONE, POLICY)
     needed = release.profile.nodes
-    chosen = _choose(nodes, needed, digest[:12]) if runs else ()
-    spares = tuple(n.name for n in nodes if n.usable and n.name not in chosen) if runs else ()
+    each = release.profile.gpus_per_node
+    chosen = _choose(nodes, needed, each, digest[:12]) if runs else ()
+    spares = tuple(n.name for n in nodes if n.carries(each) and n.name not in chosen) if runs else ()
     unstaged = sum(digest[:12] not in n.staged for n in nodes if n.name in {*chosen, *spares})
     missing = {file.sha256: file.size_bytes for file in lock.files if not blobs_present.get(file.sha256, False)}
-    gpus = needed * release.profile.gpus_per_node
     return Plan(
         release=release.id,
         change=change,
@@ -140,21 +167,22 @@ def make_plan(
         objects=tuple(objects) if runs else (),
         pods_started=needed + 1 if runs else 0,
         shifts_traffic=runs,
-        warnings=_warnings(change, live),
-        usd_per_hour=gpus * site.usd_per_gpu_hour if runs else 0.0,
+        warnings=_warnings(release, change, live, stable),
+        usd_per_hour=needed * each * site.usd_per_gpu_hour if runs else 0.0,
+        live_release=live.release if live else "",
+        live_serving_digest=live.serving_digest if live else "",
+        route_stable=stable,
     )
 
 
-def _choose(nodes: Sequence[NodeFacts], needed: int, lock12: str) -> tuple[str, ...]:
+def _choose(nodes: Sequence[NodeFacts], needed: int, gpus: int, lock12: str) -> tuple[str, ...]:
     """Return the nodes for the candidate: those it has, then those that hold the weights already, then by name."""
     free = sorted(
-        (n for n in nodes if n.free),
+        (n for n in nodes if n.free(gpus)),
         key=lambda n: (not n.gpus_used_by_candidate, lock12 not in n.staged, natural_key(n.name)),
     )
     if len(free) < needed:
-        taken = "; ".join(
-            f"{n.name}: {n.why_not or f'{n.gpus_used} of {n.gpus_total} GPUs in use'}" for n in nodes if not n.free
-        )
+        taken = "; ".join(f"{n.name}: {_why_not_free(n, gpus)}" for n in nodes if not n.free(gpus))
         raise CapacityError(
             "K2-CAP-001",
             "Not enough free nodes for a second set beside the live one (mode double).",
@@ -165,6 +193,12 @@ def _choose(nodes: Sequence[NodeFacts], needed: int, lock12: str) -> tuple[str, 
     return tuple(n.name for n in free[:needed])
 
 
+def _why_not_free(node: NodeFacts, gpus: int) -> str:
+    if node.usable and node.gpus_total != gpus:
+        return f"shows {node.gpus_total} GPUs, not {gpus}"
+    return node.why_not or f"{node.gpus_used} of {node.gpus_total} GPUs in use"
+
+
 def natural_key(name: str) -> tuple[tuple[int, str], ...]:
     """Return a sort key under which node-10 comes after node-9."""
     pieces: list[tuple[int, str]] = []
@@ -173,10 +207,19 @@ def natural_key(name: str) -> tuple[tuple[int, str], ...]:
     return tuple(pieces)
 
 
-def _warnings(change: str, live: LiveRelease | None) -> tuple[str, ...]:
-    if change == FIRST:
+def _warnings(release: Release, change: str, live: LiveRelease | None, stable: str) -> tuple[str, ...]:
+    if live is None:
         return ("nothing is live: no baseline, absolute limits decide; a revert goes to the parking backend",)
-    return () if live else ("nothing is live",)
+    if change == FIRST:
+        return (
+            f"the route sends users to {stable or 'nobody'} and not to the live release {live.release}: "
+            "the set is brought up, gated and shifted to as if nothing were live",
+        )
+    if live.recorded:
+        return ()
+    if change == POLICY and live.release == release.id:
+        return ("live, but the promotion died before its record: promote again, it writes that and moves no traffic",)
+    return (f"the promotion of the live release died before its record: k2ctl promote {live.release} -y",)
 
 
 def plan_rows(plan: Plan, usd_per_hour_total: float) -> list[dict[str, str]]:

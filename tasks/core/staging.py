@@ -66,18 +66,23 @@ class Room:
 
 def check_room(plan: StagingPlan, room: Room, reserve_bytes: int, where: str) -> None:
     """Raise CapacityError unless the disk has room for what is to be written beside what is there, and a reserve."""
-    needed_bytes = plan.bytes_to_write + (reserve_bytes if plan.to_write else 0)
+    require_room(len(plan.to_write), plan.bytes_to_write, room, reserve_bytes, where)
+
+
+def require_room(files: int, bytes_to_write: int, room: Room, reserve_bytes: int, where: str) -> None:
+    """Raise CapacityError unless the disk has room for so many files and bytes, and a reserve if there are any."""
+    needed_bytes = bytes_to_write + (reserve_bytes if files else 0)
     if needed_bytes > room.free_bytes:
         raise CapacityError(
             "K2-CAP-002",
             "Not enough free space on the node's disk.",
             where=where,
             got=f"{format_bytes(room.free_bytes)} free",
-            expected=f"{format_bytes(needed_bytes)}: {len(plan.to_write)} files, {format_bytes(reserve_bytes)} reserve",
+            expected=f"{format_bytes(needed_bytes)}: {format_bytes(bytes_to_write)} to write and the reserve",
             details={"free_bytes": room.free_bytes, "needed_bytes": needed_bytes},
         )
-    needed_inodes = len(plan.to_write) + _SPARE_INODES
-    if plan.to_write and room.inodes is not None and needed_inodes > room.inodes:
+    needed_inodes = files + _SPARE_INODES
+    if files and room.inodes is not None and needed_inodes > room.inodes:
         raise CapacityError(
             "K2-CAP-002",
             "Not enough free inodes on the node's disk.",

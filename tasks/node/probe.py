@@ -6,18 +6,18 @@ Runs as a Job on each chosen node in preflight. Writes nothing but a directory t
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import CapacityError, K2Error
-from tasks.core.units import format_bytes
+from tasks.core.errors import K2Error
+from tasks.core.staging import require_room
 from tasks.node.program import run
+from tasks.node.staged_directory import read_room
 
-_FILES_RESERVE = 1000
+_FILES = 1000  # more than any checkpoint has; which of them are missing is the stager's business
 
 
 def _staged_bytes(directory: Path) -> int:
@@ -31,7 +31,7 @@ def _work(arguments: argparse.Namespace) -> Mapping[str, Any]:
     root: Path = arguments.root
     try:
         root.mkdir(parents=True, exist_ok=True)
-        disk = os.statvfs(root)
+        room = read_room(root)
         staged = _staged_bytes(root / arguments.model_dir)
     except OSError as error:
         raise K2Error(
@@ -41,30 +41,13 @@ def _work(arguments: argparse.Namespace) -> Mapping[str, Any]:
             got=str(error),
             expected="a writable directory",
         ) from error
-    needed = max(0, arguments.total_bytes - staged) + arguments.reserve_bytes
-    free = disk.f_bavail * disk.f_frsize
-    if free < needed:
-        raise CapacityError(
-            "K2-CAP-002",
-            "Not enough free space for the weights.",
-            where=f"{arguments.node}: {root}",
-            got=f"{format_bytes(free)} free",
-            expected=f"{format_bytes(needed)}",
-            details={"free_bytes": free, "needed_bytes": needed},
-        )
-    if disk.f_favail < _FILES_RESERVE:
-        raise CapacityError(
-            "K2-CAP-002",
-            "Not enough free inodes for the weights.",
-            where=f"{arguments.node}: {root}",
-            got=str(disk.f_favail),
-            expected=str(_FILES_RESERVE),
-        )
+    missing = max(0, arguments.total_bytes - staged)
+    require_room(_FILES if missing else 0, missing, room, arguments.reserve_bytes, f"{arguments.node}: {root}")
     return {
         "node": arguments.node,
-        "free_bytes": free,
-        "needed_bytes": needed,
-        "free_inodes": disk.f_favail,
+        "free_bytes": room.free_bytes,
+        "needed_bytes": missing + (arguments.reserve_bytes if missing else 0),
+        "free_inodes": room.inodes or 0,  # 0 too where the file system makes them as needed
         "staged_bytes": staged,
     }
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from tasks.core.errors import IntegrityError
-from tasks.core.identity import digest_of
+from tasks.core.identity import digest_of, sha256_hex
+from tasks.core.lock import Lock
+from tasks.core.marker import check_marker_against_lock, marker_from_data
 from tasks.core.render import render_verify_job
 from tasks.core.spec import plain, serving_form
 from tasks.steps.context import Ports
 from tasks.steps.documents import get_by_digest, get_lock
 from tasks.steps.jobs import run_jobs
+from tasks.steps.receipts import GATES, check_nodes
+from tasks.steps.staging import read_marker_bytes
 
 _VERIFY_DEADLINE_S = 2 * 3600.0
 
@@ -19,12 +24,16 @@ _VERIFY_DEADLINE_S = 2 * 3600.0
 def verify_receipt(ports: Ports, body: Mapping[str, Any]) -> list[dict[str, str]]:
     """Recompute every digest of a receipt and return one row for each that holds.
 
-    Documents: lock, manifests, gate samples, serving and policy digests. Nodes: a verify Job on each reads every byte
-    of every file of the lock.
+    Documents: lock, manifests, gate samples, serving and policy digests, each node's marker. Nodes: a verify Job on
+    each reads every byte of every file of the lock. A receipt that names fewer nodes or gates than the release has is
+    refused: nothing that is not looked at is proved.
 
     Raises:
         IntegrityError: the first that does not hold: document or node and file, got and expected.
     """
+    check_nodes(body["release"]["id"], body["nodes"], _nodes_of(body["release"]))
+    missing = [name for name in GATES if name not in body["gates"]]
+    _expect("gates", f"without {', '.join(missing)}" if missing else "all", "all")
     lock = get_lock(ports.store, body["lock"]["digest"])
     rows = [{"what": "lock", "digest": lock.digest}]
     rows += _serving_rows(body)
@@ -35,6 +44,7 @@ def verify_receipt(ports: Ports, body: Mapping[str, Any]) -> list[dict[str, str]
         rows.append({"what": f"samples of {name}", "digest": gate["samples"]})
         if name == "throughput":
             _expect("samples digest of the verdict", digest_of(plain(samples)), gate["verdict"]["samples_digest"])
+    rows += [_marker_row(ports, lock, row) for row in body["nodes"]]
     nodes = [row["node"] for row in body["nodes"]]
     tool_image = body["release"]["images"]["tool"]
     jobs = [render_verify_job(lock, ports.site, ports.templates, tool_image, node) for node in nodes]
@@ -44,6 +54,18 @@ def verify_receipt(ports: Ports, body: Mapping[str, Any]) -> list[dict[str, str]
         _expect(f"{node}: files checked", str(result.message["checked"]), str(len(lock.files)))
         rows.append({"what": f"{node}: {result.message['checked']} files", "digest": lock.digest})
     return rows
+
+
+def _nodes_of(release: Mapping[str, Any]) -> int:
+    return sum(int(group["nodes"]) for group in release["profile"]["groups"])
+
+
+def _marker_row(ports: Ports, lock: Lock, row: Mapping[str, Any]) -> dict[str, str]:
+    """Recompute the digest of a node's marker, and check that it speaks of that node and every file of the lock."""
+    node, data = row["node"], read_marker_bytes(ports, lock, row["node"])
+    _expect(f"{node}: marker", sha256_hex(data), row["marker_sha256"])
+    check_marker_against_lock(marker_from_data(json.loads(data)), lock, node)
+    return {"what": f"{node}: marker", "digest": row["marker_sha256"]}
 
 
 def _serving_rows(body: Mapping[str, Any]) -> list[dict[str, str]]:

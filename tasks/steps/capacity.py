@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tasks.core.arguments import check_arguments
 from tasks.core.errors import InputError, IntegrityError, NotReadyError
 from tasks.core.identity import sha256_hex
-from tasks.core.plan import NodeFacts, Plan, make_plan, plan_rows
+from tasks.core.plan import LiveRelease, NodeFacts, Plan, make_plan, plan_rows
 from tasks.core.render import render_probe_job, render_serving
+from tasks.core.route import LIVE_ROUTE, read_route
 from tasks.core.spec import plain
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import live_release
 from tasks.steps.jobs import run_jobs
+from tasks.steps.receipts import check_immutable, is_recorded
 from tasks.steps.weights import blobs_present
 
 GPU = "nvidia.com/gpu"
@@ -25,13 +28,20 @@ _ENDED = ("Succeeded", "Failed")
 
 
 def read_nodes(ports: Ports, serving: str) -> list[NodeFacts]:
-    """Return the facts of the pool's nodes; GPUs of pods that carry `serving` count as the candidate's own."""
-    pods = [p for p in ports.cluster.list_objects("Pod") if p.get("status", {}).get("phase") not in _ENDED]
+    """Return the facts of the pool's nodes; GPUs of our pods that carry `serving` count as the candidate's own.
+
+    Pods of all namespaces take GPUs, so those of all are read.
+    """
+    pods = [
+        pod
+        for pod in ports.cluster.list_objects("Pod", everywhere=True)
+        if pod.get("status", {}).get("phase") not in _ENDED
+    ]
     facts = []
     for node in ports.cluster.list_objects("Node", ports.site.node_selector):
         name = node["metadata"]["name"]
         here = [pod for pod in pods if pod["spec"].get("nodeName") == name]
-        own = [pod for pod in here if pod["metadata"].get("labels", {}).get("k2-release.io/serving") == serving]
+        own = [pod for pod in here if _is_of(pod, serving, ports.site.namespace)]
         why_not = _why_unusable(node)
         labels = node["metadata"].get("labels", {})
         facts.append(
@@ -49,6 +59,12 @@ def read_nodes(ports: Ports, serving: str) -> list[NodeFacts]:
     return facts
 
 
+def _is_of(pod: Mapping[str, Any], serving: str, namespace: str) -> bool:
+    metadata = pod["metadata"]
+    ours = metadata.get("namespace", namespace) == namespace
+    return bool(ours and metadata.get("labels", {}).get("k2-release.io/serving") == serving)
+
+
 def _gpus(pod: Mapping[str, Any]) -> int:
     return sum(int(c.get("resources", {}).get("limits", {}).get(GPU, 0)) for c in pod["spec"].get("containers", []))
 
@@ -64,17 +80,38 @@ def _why_unusable(node: Mapping[str, Any]) -> str:
 
 
 def make_release_plan(ports: Ports, subject: Subject) -> Plan:
-    """Return the plan from what the cluster and the store say now; reads only."""
+    """Return the plan from what the cluster and the store say now; reads only.
+
+    Raises:
+        InputError: a release of this id was promoted with another content (K2-INP-001).
+        CapacityError: there are not enough free nodes.
+    """
+    check_immutable(ports.store, subject)
     objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
     return make_plan(
         subject.release,
         subject.lock,
         ports.site,
-        live_release(ports.store),
+        _live(ports),
+        _stable_serving(ports),
         read_nodes(ports, subject.serving),
         blobs_present(ports.store, subject.lock),
         [f"{obj['kind']}/{obj['metadata']['name']}" for obj in objects],
     )
+
+
+def _live(ports: Ports) -> LiveRelease | None:
+    live = live_release(ports.store)
+    return replace(live, recorded=is_recorded(ports.store, live.release)) if live else None
+
+
+def _stable_serving(ports: Ports) -> str:
+    """Return the serving label of the set that the route was last given to users; empty where there is no route.
+
+    What weights a human hand wrote since is the business of whoever moves traffic: a plan only reads.
+    """
+    obj = ports.cluster.get("HTTPRoute", LIVE_ROUTE)
+    return read_route({**obj, "spec": {}}).stable.serving if obj else ""
 
 
 def plan_step(ports: Ports, subject: Subject) -> tuple[Plan, dict[str, Any]]:

@@ -108,7 +108,7 @@ def get_receipt(store: Store, release: str) -> dict[str, Any]:
         InputError: the release has none.
         IntegrityError: the receipt's content does not have the digest beside it.
     """
-    key = f"receipts/{release}.json"
+    key = receipt_key(release)
     try:
         data, _ = store.get(key)
     except KeyError as error:
@@ -126,9 +126,21 @@ def get_receipt(store: Store, release: str) -> dict[str, Any]:
     return dict(body)
 
 
+def find_receipt(store: Store, release: str) -> dict[str, Any] | None:
+    """Return a release's receipt as `get_receipt` does, or None if it has none."""
+    return get_receipt(store, release) if store.head(receipt_key(release)) else None
+
+
 def put_receipt(store: Store, release: str, body: dict[str, Any]) -> str:
-    """Write a release's receipt with its digest and return the store key."""
-    key = f"receipts/{release}.json"
+    """Write a release's receipt with its digest and return the store key; one that is there already stays as it is."""
     body = plain(body)
-    store.put(key, canonical_bytes({"sha256": sha256_hex(canonical_bytes(body)), "receipt": body}))
-    return key
+    data = canonical_bytes({"sha256": sha256_hex(canonical_bytes(body)), "receipt": body})
+    # The first says who approved what was gated then; a later run has nothing to take back of that.
+    with contextlib.suppress(ConflictError):
+        store.put(receipt_key(release), data, if_absent=True)
+    return receipt_key(release)
+
+
+def receipt_key(release: str) -> str:
+    """Return the store key of a release's receipt."""
+    return f"receipts/{release}.json"

@@ -14,18 +14,20 @@ from tasks.core.gates import (
     SMOKE_PROMPTS,
     GradedPrompt,
     Verdict,
+    graded_from_data,
     samples_from_data,
     smoke_verdict,
     sound,
     throughput_verdict,
 )
 from tasks.core.identity import digest_of
+from tasks.core.ledger import FINISHED
 from tasks.core.samples import Answer, LoadSample
 from tasks.core.spec import Release, plain
 from tasks.core.units import format_usd
 from tasks.steps.context import Ports, Subject
-from tasks.steps.documents import get_by_digest, get_live, put_by_digest
-from tasks.steps.journal import states
+from tasks.steps.documents import find_receipt, get_by_digest, get_live, put_by_digest
+from tasks.steps.journal import records, states
 
 _ASK_TIMEOUT_S = 60.0
 _WARM_TRIES = 60
@@ -59,28 +61,59 @@ def pods_digest(ports: Ports, serving: str) -> str:
     return digest_of(sorted(rows))
 
 
-def rejudge_step(ports: Ports, subject: Subject) -> dict[str, Any]:
+def rejudge_smoke_step(ports: Ports, subject: Subject) -> dict[str, Any]:
+    """Judge the stored answers of the live release by this release's share of right ones; nothing is sent.
+
+    Raises:
+        GateError: too few are right for the new policy, or there are none (inconclusive).
+    """
+    _, before = _stored_gate(ports, "smoke")
+    kept = get_by_digest(ports.store, "samples", before["samples"])
+    verdict = smoke_verdict(
+        graded_from_data(kept["graded"]),
+        kept["before"],
+        kept["after"],
+        subject.release.gates.smoke_min_correct_share,
+    )
+    return _conclude(ports, subject, verdict, {"samples": before["samples"]})
+
+
+def rejudge_throughput_step(ports: Ports, subject: Subject) -> dict[str, Any]:
     """Judge the stored samples of the live release by this release's limits; nothing is sent, nothing starts.
 
     Raises:
         GateError: the stored samples do not keep the new limits, or there are none of this workload (inconclusive).
     """
-    record, _ = get_live(ports.store)
-    live = record["release"] if record else "none"
-    before = states(ports.store, live).get("throughput")
-    if before is None or "samples" not in before.data:
-        raise GateError("K2-GAT-002", "The live release has no stored samples to judge.", where=f"release {live}")
-    if before.data.get("workload") != workload_digest(subject.release):
+    live, before = _stored_gate(ports, "throughput")
+    if before.get("workload") != workload_digest(subject.release):
         raise GateError(
             "K2-GAT-002",
             "The live release's samples are of another workload.",
             where=f"release {live}",
-            got=str(before.data.get("workload")),
+            got=str(before.get("workload")),
             expected=workload_digest(subject.release),
             hint="keep the workload of the live release, or change more than the policy so that it is measured anew",
         )
-    samples = samples_from_data(get_by_digest(ports.store, "samples", before.data["samples"]))
+    samples = samples_from_data(get_by_digest(ports.store, "samples", before["samples"]))
     return judge_throughput(ports, subject, samples)
+
+
+def _stored_gate(ports: Ports, name: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the live release and what a gate of it found: as it last ended well, else as its receipt has it.
+
+    Raises:
+        GateError: there are no samples to judge.
+    """
+    record, _ = get_live(ports.store)
+    live = str(record["release"]) if record else "none"
+    ended = [e.data for e in records(ports.store, live) if e.step == name and e.event == FINISHED]
+    if not ended and (body := find_receipt(ports.store, live)):
+        ended = [body["gates"].get(name, {})]
+    if not ended or "samples" not in ended[-1]:
+        raise GateError(
+            "K2-GAT-002", f"The live release has no stored samples of the gate {name}.", where=f"release {live}"
+        )
+    return live, ended[-1]
 
 
 def warm_step(ports: Ports, subject: Subject) -> dict[str, Any]:

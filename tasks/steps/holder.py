@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from tasks.core.errors import ConflictError, K2Error
+from tasks.core.errors import ConflictError, K2Error, UnavailableError
 from tasks.core.lease import LEASE, LeaseState, lease_spec, read_lease, released, take
 from tasks.core.route import LIVE_ROUTE, PREFIX
 from tasks.steps.context import Ports
 
 Outcome = TypeVar("Outcome")
+
+_RETRY_S = 0.5
+
+
+def patiently(ports: Ports, act: Callable[[], Outcome], within_s: float) -> Outcome:
+    """Return what a call returns, tried again for a bounded time while its service does not answer.
+
+    Raises:
+        UnavailableError: it has not answered for `within_s`.
+    """
+    deadline = ports.clock.now() + within_s
+    while True:
+        try:
+            return act()
+        except UnavailableError:
+            if ports.clock.now() + _RETRY_S > deadline:
+                raise
+        ports.clock.sleep(_RETRY_S)
 
 
 class TrafficHolder:
@@ -27,6 +46,11 @@ class TrafficHolder:
         """The fencing number of this holder; 0 before the lease was taken."""
         return self._state.generation if self._state else 0
 
+    @property
+    def patience_s(self) -> float:
+        """How long a service may not answer before that counts: well inside of what the Lease was renewed for."""
+        return self._ports.site.lease_duration_s / 2
+
     def acquire(self, wait_s: float) -> None:
         """Take the Lease, waiting at most this long for a holder that has stopped renewing to run out.
 
@@ -37,7 +61,7 @@ class TrafficHolder:
         deadline = clock.now() + wait_s
         while True:
             try:
-                self._take()
+                patiently(self._ports, self._take, self.patience_s)
                 return
             except ConflictError as error:
                 pause = getattr(error.retry, "seconds", 0.5)
@@ -51,6 +75,17 @@ class TrafficHolder:
     def renew(self) -> None:
         """Renew the Lease; ConflictError if somebody has taken it over."""
         self._take(renew=True)
+
+    def keep(self, within_s: float = math.inf) -> None:
+        """Renew the Lease if a sixth of its time is over, through a short outage of the API.
+
+        Raises:
+            ConflictError: somebody has taken it over.
+            UnavailableError: the API does not answer for longer than `patience_s`, or than the time given.
+        """
+        due = self._state.renewed_at + self._ports.site.lease_duration_s / 6 if self._state else 0.0
+        if self._ports.clock.now() >= due:
+            patiently(self._ports, self.renew, min(self.patience_s, within_s))
 
     def release(self) -> None:
         """Give the Lease back, so that the next release need not wait; a lost race changes nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from tasks.steps.context import Ports
 _POLL_S = 0.5
 _LOG_LINES = 5
 _GONE_TRIES = 120
+_NODE_LOOK_S = 5.0
+_NODE_PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,11 @@ class JobResult:
 
 @dataclass(frozen=True)
 class _Job:
+    """A Job that is followed, and the node that it is pinned to (empty: any)."""
+
     name: str
     uid: str
+    node: str
 
 
 def run_jobs(
@@ -40,7 +46,8 @@ def run_jobs(
     Raises:
         K2Error: what the first failed Job said of itself.
         UnavailableError: a Job failed and left no message.
-        NotReadyError: not all were done before the deadline.
+        NotReadyError: not all were done before the deadline (K2-RDY-001), or a node that a Job is pinned to is gone or
+            not Ready (K2-RDY-002).
     """
     results = follow_jobs(ports, step, jobs, total_bytes, deadline_s, stop_at_failure=True)
     return [_raised(result) for result in results]
@@ -55,20 +62,74 @@ def follow_jobs(
     *,
     stop_at_failure: bool,
 ) -> list[JobResult | K2Error]:
-    """Do as `run_jobs` does, but return a failed Job's error in its place; the first one is raised where wanted."""
+    """Do as `run_jobs` does, but return a failed Job's error in its place; the first one is raised where wanted.
+
+    Also a Job whose node is lost, or that is not done before the deadline, has failed; it keeps no other from ending.
+    """
     running = _attach_or_start(ports, jobs)
-    started = ports.clock.now()
+    nodes, started = _Nodes(ports), ports.clock.now()
     seen: dict[str, float] = {}
     results: dict[str, JobResult | K2Error] = {}
-    while len(results) < len(running):
-        for job in running:
-            if job.name not in results and (result := _outcome(ports, job)) is not None:
-                results[job.name] = _raised(result) if stop_at_failure else result
+    while True:
+        waiting = [job for job in running if job.name not in results]
+        results |= {job.name: result for job in waiting if (result := _outcome(ports, job)) is not None}
+        waiting = [job for job in waiting if job.name not in results]
+        results |= nodes.lost(waiting)
+        results |= _too_late(ports, step, [job for job in waiting if job.name not in results], started, deadline_s)
+        if stop_at_failure:
+            for result in results.values():
+                _raised(result)
         _show(ports, step, running, results, seen, total_bytes)
-        if len(results) < len(running):
-            _check_deadline(ports, step, [j.name for j in running if j.name not in results], started, deadline_s)
-            ports.clock.sleep(_POLL_S)
-    return [results[job.name] for job in running]
+        if len(results) == len(running):
+            return [results[job.name] for job in running]
+        ports.clock.sleep(_POLL_S)
+
+
+class _Nodes:
+    """Watches the nodes that Jobs are pinned to: nothing else would end a Job whose node is gone."""
+
+    def __init__(self, ports: Ports) -> None:
+        self._ports = ports
+        self._looked = -math.inf
+        self._since: dict[str, float] = {}
+
+    def lost(self, waiting: Sequence[_Job]) -> dict[str, K2Error]:
+        """Return an error for each Job whose node has not been Ready for as long as a restart may take."""
+        now = self._ports.clock.now()
+        pinned = {job.node for job in waiting if job.node}
+        if not pinned or now - self._looked < _NODE_LOOK_S:
+            return {}
+        self._looked = now
+        try:
+            nodes = {node["metadata"]["name"]: node for node in self._ports.cluster.list_objects("Node")}
+        except UnavailableError:
+            return {}  # an API that does not answer says nothing about nodes
+        problems = {name: problem for name in pinned if (problem := _problem(nodes.get(name)))}
+        self._since = {name: self._since.get(name, now) for name in problems}
+        gone = {name for name, since in self._since.items() if now - since >= _NODE_PATIENCE_S}
+        return {job.name: _lost(job, problems[job.node]) for job in waiting if job.node in gone}
+
+
+def _problem(node: Mapping[str, Any] | None) -> str:
+    """Return why nothing can end on a node, or nothing; a cordoned one still works."""
+    if node is None:
+        return "gone"
+    ready = next((c for c in node.get("status", {}).get("conditions", []) if c["type"] == "Ready"), None)
+    if ready is None or ready["status"] == "True":
+        return ""
+    return f"not Ready ({ready.get('reason', 'no reason')})"
+
+
+def _lost(job: _Job, problem: str) -> NotReadyError:
+    return NotReadyError(
+        "K2-RDY-002",
+        "A node was lost while a Job worked on it.",
+        where=job.node,
+        got=problem,
+        expected="Ready",
+        hint=f"kubectl describe node {job.node}; cordon it, and run the release again: another node is chosen",
+        details={"job": job.name},
+    )
 
 
 def _raised(result: JobResult | K2Error) -> JobResult:
@@ -99,7 +160,7 @@ def _create(ports: Ports, job: dict[str, Any]) -> _Job:
     for _ in range(_GONE_TRIES):
         existing, created = ports.cluster.create(job)
         if created or not (_ended(existing) or "deletionTimestamp" in existing["metadata"]):
-            return _Job(name, existing["metadata"]["uid"])
+            return _Job(name, existing["metadata"]["uid"], _pinned_to(job))
         ports.clock.sleep(_POLL_S / 2)
     raise UnavailableError(
         "K2-UNA-003",
@@ -108,6 +169,16 @@ def _create(ports: Ports, job: dict[str, Any]) -> _Job:
         hint=f"kubectl delete job {name}",
         retry=After(5),
     )
+
+
+def _pinned_to(job: Mapping[str, Any]) -> str:
+    """Return the one node that a Job's affinity allows, or an empty name."""
+    found: Any = job.get("spec", {})
+    for field in ("template", "spec", "affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"):
+        found = found.get(field, {})
+    fields = [f for term in found.get("nodeSelectorTerms", []) for f in term.get("matchFields", [])]
+    names = [name for f in fields if f["key"] == "metadata.name" for name in f["values"]]
+    return str(names[0]) if len(names) == 1 else ""
 
 
 def _ended(job: Mapping[str, Any]) -> bool:
@@ -201,14 +272,19 @@ def _progress(ports: Ports, job: _Job) -> float | None:
     return None
 
 
-def _check_deadline(ports: Ports, step: str, waiting: Sequence[str], started: float, deadline_s: float) -> None:
+def _too_late(
+    ports: Ports, step: str, waiting: Sequence[_Job], started: float, deadline_s: float
+) -> dict[str, NotReadyError]:
+    """Return the error of all Jobs that are not done at the deadline; none before it."""
     waited = ports.clock.now() - started
-    if waited > deadline_s:
-        raise NotReadyError(
-            "K2-RDY-001",
-            f"{step}: {len(waiting)} Jobs are not done after {waited:.0f} s.",
-            where=", ".join(waiting[:5]),
-            got=f"{waited:.0f} s",
-            expected=f"at most {deadline_s:.0f} s",
-            hint=f"kubectl describe job {waiting[0]}",
-        )
+    if not waiting or waited <= deadline_s:
+        return {}
+    error = NotReadyError(
+        "K2-RDY-001",
+        f"{step}: {len(waiting)} Jobs are not done after {waited:.0f} s.",
+        where=", ".join(job.name for job in waiting[:5]),
+        got=f"{waited:.0f} s",
+        expected=f"at most {deadline_s:.0f} s",
+        hint=f"kubectl describe job {waiting[0].name}",
+    )
+    return {job.name: error for job in waiting}

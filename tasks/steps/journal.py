@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
 from tasks.core.errors import ConflictError, K2Error
 from tasks.core.identity import canonical_bytes
-from tasks.core.ledger import FAILED, FINISHED, STARTED, Record, StepState, fold, ledger_prefix, record_from_data
+from tasks.core.ledger import (
+    FAILED,
+    FINISHED,
+    STARTED,
+    Record,
+    StepState,
+    fold,
+    ledger_number,
+    ledger_prefix,
+    record_from_data,
+)
 from tasks.core.spec import plain
 from tasks.ports import Store
 from tasks.steps.context import Ports
@@ -21,26 +31,35 @@ _MAX_RACES = 50
 
 def append(store: Store, record: Record) -> str:
     """Append a record with a conditional put and return its key; two writers never overwrite each other."""
-    number = len(store.list_objects(ledger_prefix(record.release)))
-    for attempt in range(_MAX_RACES):
-        key = record.key(number + attempt)
-        taken = any(
-            o.key.startswith(f"{ledger_prefix(record.release)}{number + attempt:05d}-")
-            for o in store.list_objects(f"{ledger_prefix(record.release)}{number + attempt:05d}-")
-        )
-        if taken:
-            continue
+    data = canonical_bytes(plain(record))
+    first = max((ledger_number(key) for key in _keys(store, record.release)), default=-1) + 1
+    for number in range(first, first + _MAX_RACES):
+        key = record.key(number)
         try:
-            store.put(key, canonical_bytes(plain(record)), if_absent=True)
+            store.put(key, data, if_absent=True)
         except ConflictError:
+            if _holds(store, key, data):
+                return key  # our own put, whose answer was lost
             continue
         return key
     raise ConflictError("K2-CON-006", "The ledger could not be appended to: too many writers.", where=record.release)
 
 
 def records(store: Store, release: str) -> list[Record]:
-    """Return a release's records in order."""
-    return [record_from_data(json.loads(store.get(item.key)[0])) for item in store.list_objects(ledger_prefix(release))]
+    """Return a release's records in the order of their numbers."""
+    return [record_from_data(json.loads(store.get(key)[0])) for key in _keys(store, release)]
+
+
+def _keys(store: Store, release: str) -> list[str]:
+    keys = [item.key for item in store.list_objects(ledger_prefix(release))]
+    return sorted(keys, key=lambda key: (ledger_number(key), key))
+
+
+def _holds(store: Store, key: str, data: bytes) -> bool:
+    try:
+        return store.get(key)[0] == data
+    except KeyError:
+        return False
 
 
 def states(store: Store, release: str) -> dict[str, StepState]:
@@ -51,9 +70,9 @@ def states(store: Store, release: str) -> dict[str, StepState]:
 def recorded(ports: Ports, release: str, step: str, act: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """Carry out a step between its records and return what it found.
 
-    A K2Error is recorded with its data and raised on. Anything else becomes a K2Error that names its class and the
-    place in the code, so that nothing that a library put into a message (a token, a URL with a signature) reaches the
-    ledger or the orchestrator's log (I6).
+    A K2Error is recorded with its data and raised on, without what caused it. Anything else becomes a K2Error that
+    names its class and the place in the code. So nothing that a library put into a message (a token, a URL with a
+    signature) reaches the ledger or the orchestrator's log, which shows whole chains of exceptions (I6).
     """
     append(ports.store, Record(release, step, STARTED, ports.run, ports.clock.now()))
     ports.progress.say(f"{step}: started")
@@ -63,9 +82,9 @@ def recorded(ports: Ports, release: str, step: str, act: Callable[[], Mapping[st
     except K2Error as error:
         _failed(ports, release, step, error)
         ports.progress.say(f"{step}: failed: {error}")
-        raise
+        raise without_cause(error) from None
     except BaseException as error:
-        unknown = _unknown(step, error)
+        unknown = unknown_error(step, error)
         _failed(ports, release, step, unknown)
         if isinstance(error, Exception):
             raise unknown from None
@@ -77,7 +96,26 @@ def recorded(ports: Ports, release: str, step: str, act: Callable[[], Mapping[st
     return data
 
 
-def _unknown(step: str, error: BaseException) -> K2Error:
+def without_cause(error: K2Error) -> K2Error:
+    """Return an error of ours stripped of the exceptions behind it: their words are those of libraries (I6)."""
+    error.__cause__ = error.__context__ = None
+    error.__suppress_context__ = True
+    return error
+
+
+@contextlib.contextmanager
+def speaking_for_itself(where: str) -> Iterator[None]:
+    """Let only errors of ours out, without what caused them; anything else becomes one that names its class."""
+    try:
+        yield
+    except K2Error as error:
+        raise without_cause(error) from None
+    except Exception as error:
+        raise unknown_error(where, error) from None
+
+
+def unknown_error(step: str, error: BaseException) -> K2Error:
+    """Return the K2Error of something unforeseen: its class and the places in the code, and none of its words."""
     frames = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in extract_tb(error.__traceback__)]
     return K2Error(
         "K2-UNX-001",

@@ -16,13 +16,16 @@ from tasks.steps.context import Ports, Subject
 from tasks.steps.jobs import JobResult, follow_jobs, run_jobs
 
 _STAGE_DEADLINE_S = 2 * 3600.0
+# For spares, which nobody waits for: so long at least, or twice what the chosen nodes took.
+_SPARE_DEADLINE_S = 600.0
 
 
 def stage_step(ports: Ports, subject: Subject, nodes: Sequence[str], spares: Sequence[str]) -> dict[str, Any]:
     """Stage the lock on the chosen nodes and on the spares, read all markers, and label the nodes.
 
     Every chosen node must be right or the step fails. A spare that fails is reported and left without label: it is
-    staged so that the next release that only changes arguments moves no byte.
+    staged so that the next release that only changes arguments moves no byte. One that is not done in its time is left
+    to its Job, which goes on; the next release finds what it has done.
     """
     uids = node_uids(ports, [*nodes, *spares])
     jobs = [
@@ -30,13 +33,15 @@ def stage_step(ports: Ports, subject: Subject, nodes: Sequence[str], spares: Seq
         for node in nodes
     ]
     total = subject.lock.total_bytes * len(jobs)
+    began = ports.clock.now()
     try:
         results = run_jobs(ports, "stage", jobs, total, _STAGE_DEADLINE_S)
         rows = [_barrier(ports, subject.lock, node, done.message) for node, done in zip(nodes, results, strict=True)]
     except IntegrityError:
         _unlabel(ports, subject.lock, nodes)
         raise
-    spare_rows = _stage_spares(ports, subject, spares, uids)
+    deadline_s = max(_SPARE_DEADLINE_S, 2 * (ports.clock.now() - began))
+    spare_rows = _stage_spares(ports, subject, spares, uids, deadline_s)
     for row in [*rows, *(r for r in spare_rows if r["outcome"] == "verified")]:
         ports.cluster.merge_patch(
             "Node", row["node"], {"metadata": {"labels": {staged_label(subject.lock.digest): "true"}}}
@@ -119,7 +124,7 @@ def _parse_marker(data: bytes, node: str) -> Marker:
 
 
 def _stage_spares(
-    ports: Ports, subject: Subject, spares: Sequence[str], uids: Mapping[str, str]
+    ports: Ports, subject: Subject, spares: Sequence[str], uids: Mapping[str, str], deadline_s: float
 ) -> list[dict[str, Any]]:
     """Stage the spares and return a row for each: one that fails is said so, and keeps no other from being used."""
     jobs = [
@@ -128,7 +133,7 @@ def _stage_spares(
     ]
     total = subject.lock.total_bytes * len(jobs)
     try:
-        results = follow_jobs(ports, "stage spares", jobs, total, _STAGE_DEADLINE_S, stop_at_failure=False)
+        results = follow_jobs(ports, "stage spares", jobs, total, deadline_s, stop_at_failure=False)
     except K2Error as error:
         results = [error for _ in spares]
     return [_spare_row(ports, subject.lock, node, result) for node, result in zip(spares, results, strict=True)]

@@ -196,6 +196,20 @@ def test_lists_have_all_pages_and_kinds(cluster: KubeCluster, name: str, monkeyp
     assert cluster.list_objects("ConfigMap", {"test": "nothing"}) == []
 
 
+def test_a_list_is_of_the_sites_namespace_unless_asked_for_all(cluster: KubeCluster, name: str) -> None:
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    for namespace in ("", name):
+        obj = config_map(name, n="1")
+        obj["metadata"]["labels"] = {"test": name}
+        if namespace:
+            obj["metadata"]["namespace"] = namespace
+        cluster.apply(obj)
+    assert len(cluster.list_objects("ConfigMap", {"test": name})) == 1
+    found = cluster.list_objects("ConfigMap", {"test": name}, everywhere=True)
+    assert name in {obj["metadata"]["namespace"] for obj in found}
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_kind_is_where_the_table_says(cluster: KubeCluster, kind: str) -> None:
     assert isinstance(cluster.list_objects(kind), list)

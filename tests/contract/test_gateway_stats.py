@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import socket
 import subprocess
 import threading
@@ -178,10 +179,14 @@ def test_a_request_is_counted_once_and_a_failed_one_as_failed(
     assert after.errors - before.errors <= (2 if path == "/close" else 1)
 
 
-def test_an_unknown_backend_has_counted_nothing(gateway: tuple[int, EnvoyStats]) -> None:
+def test_a_backend_without_requests_has_counted_none_and_an_unknown_one_has_no_counts(
+    gateway: tuple[int, EnvoyStats],
+) -> None:
     counts = gateway[1].counts("live-2")
     assert (counts.requests, counts.errors) == (0, 0)
-    assert gateway[1].counts("nobody").requests == 0
+    unknown = gateway[1].counts("nobody")
+    assert math.isnan(unknown.requests)
+    assert math.isnan(unknown.errors)
 
 
 def test_statistics_that_cannot_be_read() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -127,6 +128,16 @@ def test_the_token_is_read_at_each_call_and_never_shown(site: dict[str, Any], tm
     with pytest.raises((InputError, UnavailableError)) as caught:
         hub.read_file("moonshotai/Gated", site["commit"], "config.json", 100)
     assert "hf_wrong_one" not in caught.value.as_text() + repr(hub) + json.dumps(caught.value.as_data())
+
+
+@pytest.mark.parametrize("text", [f"{TOKEN}\nsecond line", f"{TOKEN} # mine", f"{TOKEN}\x00", f"{TOKEN}\xe9"])
+def test_a_token_that_is_no_single_word_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(text)
+    with pytest.raises(InputError, match="token") as caught:
+        HfHub("http://127.0.0.1:1", token_file=str(path)).resolve(REPO, "main")
+    assert TOKEN not in "".join(traceback.format_exception(caught.value))
+    assert str(path) in caught.value.where
 
 
 def test_a_token_of_the_environment(site: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

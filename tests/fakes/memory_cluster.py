@@ -14,6 +14,7 @@ from tasks.core.errors import ConflictError, InputError
 from tasks.ports import Object
 
 Controller = Callable[[str, Object], None]
+NAMESPACE = "k2"
 
 
 class MemoryCluster:
@@ -30,9 +31,11 @@ class MemoryCluster:
     def get(self, kind: str, name: str) -> Object | None:
         return _copy(self.objects.get((kind, name)))
 
-    def list_objects(self, kind: str, labels: Mapping[str, str] | None = None) -> list[Object]:
+    def list_objects(
+        self, kind: str, labels: Mapping[str, str] | None = None, *, everywhere: bool = False
+    ) -> list[Object]:
         wanted = dict(labels or {}).items()
-        found = [obj for (of, _), obj in sorted(self.objects.items()) if of == kind]
+        found = [obj for (of, _), obj in sorted(self.objects.items()) if of == kind and (everywhere or _is_ours(obj))]
         return _copy([o for o in found if wanted <= (o["metadata"].get("labels") or {}).items()])
 
     def apply(self, obj: Object, *, dry_run: bool = False) -> Object:
@@ -113,6 +116,11 @@ class MemoryCluster:
     def _tell(self, verb: str, obj: Object) -> None:
         for controller in self.controllers:
             controller(verb, _copy(obj))
+
+
+def _is_ours(obj: Object) -> bool:
+    """Return whether an object is of the site's namespace or of none."""
+    return obj["metadata"].get("namespace", NAMESPACE) == NAMESPACE
 
 
 T = TypeVar("T")

@@ -20,7 +20,10 @@ _RIGHT = {prompt.prompt: prompt.contains for prompt in SMOKE_PROMPTS}
 
 @dataclass
 class Behaviour:
-    """How one set behaves. `status` 200 with `garbage` is the failure that only a graded answer shows."""
+    """How one set behaves. `status` 200 with `garbage` is the failure that only a graded answer shows.
+
+    `hangs`: no answer until the caller gives up. `served_by`: the set that answers instead, its probe route being gone.
+    """
 
     status: int = 200
     garbage: bool = False
@@ -28,6 +31,8 @@ class Behaviour:
     running: float = 0.0
     load_tok_per_s: float = 1000.0
     counts: bool = True
+    hangs: bool = False
+    served_by: str = ""
 
 
 @dataclass
@@ -49,12 +54,16 @@ class MemoryEngine:
         self.asked.append(serving or "user")
         self.on_ask(to)
         how = self.sets.get(to, Behaviour(status=503))
+        if how.hangs:
+            self.clock.sleep(timeout_s)
+            return Answer(0, "", "", 0, 0, False, 0.0, timeout_s, "", "ReadTimeout")
         self.clock.sleep(how.latency_s)
         if how.status != 200:
             return Answer(how.status, "", "", 0, 0, True, 0.0, how.latency_s, to, f"HTTP {how.status}")
         self.served[to] = self.served.get(to, 0.0) + 1
+        by = how.served_by or to
         text = "blah blah" if how.garbage else f"It is {_RIGHT.get(prompt, 'fine')}."
-        return Answer(200, text, "stop", len(prompt.split()), 3, True, how.latency_s / 2, how.latency_s, to)
+        return Answer(200, text, "stop", len(prompt.split()), 3, True, how.latency_s / 2, how.latency_s, by)
 
     def _by_weight(self) -> str:
         """Return the set that the live route sends the next user to."""

@@ -9,13 +9,20 @@ from tasks.core.spec import Release
 from tasks.steps.capacity import plan_step, preflight_step
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import get_lock
-from tasks.steps.gating import rejudge_step, reused, smoke_step, throughput_step, warm_step
+from tasks.steps.gating import (
+    rejudge_smoke_step,
+    rejudge_throughput_step,
+    reused,
+    smoke_step,
+    throughput_step,
+    warm_step,
+)
 from tasks.steps.holder import holding
 from tasks.steps.journal import recorded
 from tasks.steps.promotion import approve_step, promote_step, receipt_step, retire_step
 from tasks.steps.rollout import rollout_step
+from tasks.steps.shifting import shift_step
 from tasks.steps.staging import stage_step
-from tasks.steps.traffic import shift_step
 from tasks.steps.weights import lock_step, pull_step
 
 Data = dict[str, Any]
@@ -33,7 +40,8 @@ def bring_up(ports: Ports, what: Release) -> Subject:
     if plan["change"] == "none":
         return subject
     if plan["change"] == "policy":
-        step("throughput", lambda: reused(ports, subject, "throughput") or rejudge_step(ports, subject))
+        step("smoke", lambda: reused(ports, subject, "smoke") or rejudge_smoke_step(ports, subject))
+        step("throughput", lambda: reused(ports, subject, "throughput") or rejudge_throughput_step(ports, subject))
         return subject
     step("preflight", lambda: preflight_step(ports, subject, plan["nodes"]))
     step("pull", lambda: pull_step(ports, subject))

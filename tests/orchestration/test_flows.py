@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -139,6 +140,66 @@ def test_an_unknown_release_and_an_unknown_site_stop_at_once(world: World, tmp_p
         release_flow(OLD.id, site=str(tmp_path / "none.yaml"))
 
 
+def test_a_release_that_a_worker_cannot_read_leaves_an_end_for_whoever_waits(world: World) -> None:
+    with pytest.raises(InputError):
+        release_flow("k2-nobody-1")
+    end = last_end(world, "k2-nobody-1")
+    assert (end.event, end.data["error"]["code"]) == (FAILED, "K2-INP-007")
+    state = what_state(end.run)
+    assert "K2-INP-007" in state  # what k2ctl reads where there is no record
+
+
+def test_a_store_that_is_down_at_the_end_does_not_hide_why_a_flow_failed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = IntegrityError("K2-INT-001", "Other bytes.", where="model-1-of-2.safetensors", got="a", expected="b")
+    world.broken_jobs["k2-pull-"] = error.as_data()
+    real = world.store.put
+
+    def put(key: str, data: bytes, **conditions: Any) -> str:
+        if b'"step":"end"' in data:
+            raise UnavailableError("K2-UNA-001", "The store is down.")
+        return real(key, data, **conditions)
+
+    monkeypatch.setattr(world.store, "put", put)
+    with pytest.raises(IntegrityError) as caught:
+        release_flow(OLD.id)
+    assert caught.value.as_data() == error.as_data()
+
+
+def test_a_store_that_answers_again_gets_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refusals = world.store.put, [1, 1]
+
+    def put(key: str, data: bytes, **conditions: Any) -> str:
+        if b'"step":"end"' in data and refusals:
+            refusals.pop()
+            raise UnavailableError("K2-UNA-001", "The store is down.")
+        return real(key, data, **conditions)
+
+    monkeypatch.setattr(world.store, "put", put)
+    assert release_flow(OLD.id)["outcome"] == "gated"
+    assert last_end(world, OLD.id).data["outcome"] == "gated"
+
+
+def test_what_stands_behind_an_error_of_ours_is_not_in_the_runs_log(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(repo: str, revision: str) -> None:
+        try:
+            raise ValueError(f"403 for https://cdn/x?X-Amz-Signature={TOKEN}")
+        except ValueError as cause:
+            raise InputError("K2-INP-002", "The Hub refuses this repository.") from cause
+
+    monkeypatch.setattr(world.hub, "list_revision", refuse)
+    with pytest.raises(InputError) as caught:
+        release_flow(OLD.id)
+    assert TOKEN not in "".join(traceback.format_exception(caught.value))
+    said = what_prefect_knows(last_end(world, OLD.id).run)
+    assert "The Hub refuses this repository" in said
+    for secret in (TOKEN, "X-Amz", "ValueError"):
+        assert secret not in said
+
+
 def test_no_secret_gets_into_ledger_or_the_ends_of_a_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def leak(repo: str, revision: str) -> None:
         raise ValueError(f"401 for https://user:{TOKEN}@hub")
@@ -153,6 +214,13 @@ def test_no_secret_gets_into_ledger_or_the_ends_of_a_run(world: World, monkeypat
     assert "ValueError" in said
     for secret in ("access_key", "secret_key", TOKEN):
         assert secret not in said
+
+
+def what_state(run_id: str) -> str:
+    """Return the message of a flow run's last state."""
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(UUID(run_id)).state
+    return str(state.message) if state else ""
 
 
 def what_prefect_knows(run_id: str) -> str:

@@ -32,8 +32,8 @@ class Run:
     err: str
 
     def data(self) -> dict[str, Any]:
-        """The first JSON document on standard output."""
-        return dict(json.JSONDecoder().raw_decode(self.out)[0])
+        """The JSON document that standard output is."""
+        return dict(json.loads(self.out))
 
 
 @dataclass
@@ -132,7 +132,7 @@ def promoted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, d
         assert run.code == 0, run.err[-3000:]
         yield site, run.data()
     finally:
-        site.k2ctl("rehearse", "--stop")
+        assert site.k2ctl("rehearse", "--stop", "--json").data()["outcome"] in ("stopped", "none-kept")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ def _run(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any], Path]:
 def _no_user_noticed(document: dict[str, Any]) -> None:
     assert document["client"]["failed"] == 0, document["client"]
     assert document["client"]["cut_streams"] == 0
+    assert document["users"] == ""
     assert document["client"]["requests"] > 0
     assert document["live"] == OLD
 

@@ -37,6 +37,7 @@ def test_document(promoted: tuple[Site, dict[str, Any]]) -> None:
     assert document["client"]["requests"] >= 1000
     assert document["client"]["failed"] == 0
     assert document["client"]["cut_streams"] == 0
+    assert document["users"] == ""
     assert document["simulated"]
     assert document["live"] == NEW
 

@@ -2,16 +2,21 @@
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import yaml
 
 from flows import cli
+from flows.console import releasing
+from flows.console.submission import Ended
 from tasks import wiring
 from tasks.core.errors import CATALOGUE, error_from_data
+from tasks.ports import BackendCounts
 from tasks.specs import load_release, load_site
 from tests.fakes.checkpoints import REPO, REVISION, contents, lock_of
 from tests.fakes.memory_engine import Behaviour
@@ -20,6 +25,7 @@ from tests.fakes.site_files import write_release, write_site
 from tests.fakes.small_world import World, release
 
 WHAT = release("k2-new-1", args={"decode-log-interval": 7})
+GATED = {"flow": "release", "outcome": "gated"}
 
 
 def parsers():
@@ -249,11 +255,79 @@ def test_what_moves_traffic_or_deletes_wants_a_yes(capsys, site, command):
     assert (site.live_weights(), sorted(site.cluster.objects)) == before
 
 
+@pytest.mark.parametrize("command", ["promote", "retire"])
+def test_a_refusal_names_the_whole_next_command(capsys, site, command):
+    error = json.loads(run(capsys, command, WHAT.id, "--json")[1])["error"]
+    assert error["next"] == f"k2ctl {command} {WHAT.id} -y"
+    cli.build_parser().parse_args(error["next"].split()[1:])
+
+
 def test_release_with_dry_run_shows_the_plan_and_touches_nothing(capsys, site):
     before = list(site.cluster.writes)
+    code, out, _ = run(capsys, "release", WHAT.id, "--dry-run", "--json")
+    assert (code, json.loads(out)["change"], json.loads(out)["version"]) == (0, "first", 1)
     code, out, _ = run(capsys, "release", WHAT.id, "--dry-run")
-    assert (code, json.loads(out)["change"]) == (0, "first")
+    assert (code, out) == (0, run(capsys, "plan", WHAT.id)[1])
+    assert out.startswith("change")
     assert site.cluster.writes == before
+
+
+def test_render_as_json_is_one_list_of_the_same_objects(capsys, site, tmp_path):
+    text = run(capsys, "render", WHAT.id)[1]
+    listed = json.loads(run(capsys, "render", WHAT.id, "--json")[1])
+    assert listed == list(yaml.safe_load_all(text))
+    said = json.loads(run(capsys, "render", WHAT.id, "--json", "-o", str(tmp_path / "out.json"))[1])
+    assert (said["version"], said["objects"]) == (1, len(listed))
+    assert json.loads((tmp_path / "out.json").read_text()) == listed
+
+
+def test_site_init_and_check_say_one_document(capsys, site):
+    write_release(Path(site.site.releases_dir).parent, WHAT)
+    said = json.loads(run(capsys, "site", "init", "--release", WHAT.id, "--json")[1])
+    assert (said["version"], said["outcome"]) == (1, "done")
+    assert json.loads(run(capsys, "site", "check", "--json")[1])["parts"]
+    site.stats.by_backend["k2-parking"] = BackendCounts(math.nan, math.nan)
+    assert "no counters of k2-parking" in run(capsys, "site", "check")[1]
+
+
+def test_stopping_what_was_not_kept_says_one_document(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert json.loads(run(capsys, "rehearse", "--stop", "--json")[1])["outcome"] == "none-kept"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--approver", "X"), ("--approver", "x" * 101), ("--comment", "x" * 501)]
+)
+@pytest.mark.parametrize("command", ["promote", "release"])
+def test_who_approves_and_why_is_checked_before_anything_is_started(capsys, site, command, option, value):
+    before = list(site.cluster.writes)
+    code, out, _ = run(capsys, command, WHAT.id, "-y", option, value, "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["where"] == option
+    assert site.cluster.writes == before
+
+
+def test_a_release_named_by_a_relative_path_is_sent_by_its_absolute_one(capsys, site, tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        releasing, "_run_here", lambda site, name, parameters: sent.append(parameters) or Ended("r", GATED, "")
+    )
+    assert run(capsys, "release", f"releases/{WHAT.id}.yaml", "--local")[0] == 0
+    assert sent[0]["release"] == str(tmp_path / "releases" / f"{WHAT.id}.yaml")
+    assert run(capsys, "release", WHAT.id, "--local")[0] == 0
+    assert sent[1]["release"] == WHAT.id
+
+
+@pytest.mark.parametrize("said", ["", "no longer waiting; the flow run goes on"])
+def test_an_interrupt_is_130_with_one_document(capsys, monkeypatch, said):
+    def interrupted(args):
+        raise KeyboardInterrupt(said)
+
+    monkeypatch.setattr("flows.console.reports.explain", interrupted)
+    code, out, err = run(capsys, "explain", "--json")
+    assert (code, json.loads(out)["outcome"]) == (130, "interrupted")
+    assert (said or "run the same command again") in err
 
 
 def test_ask(capsys, site):

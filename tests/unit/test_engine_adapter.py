@@ -271,6 +271,56 @@ def test_a_load_measures_each_request() -> None:
     assert "no usage was reported" in {sample.error for sample in samples}
 
 
+def reasoning(text: str) -> bytes:
+    return event(choices=[{"delta": {"reasoning_content": text, "content": None}, "finish_reason": None}], usage=None)
+
+
+def test_reasoning_is_a_first_token_and_no_part_of_the_answer() -> None:
+    with server(streaming(reasoning("hm"), content("4", "stop"), USAGE, DONE, pause_s=0.05)) as url:
+        answer = ask(url)
+        (sample,) = GatewayEngine(url, "kimi-k2").run_load("x", Workload(5, 3, 1, 1), lambda _: None)
+    assert answer.text == "4"
+    assert 0 < answer.ttft_s < answer.latency_s
+    assert sample.ok
+    assert 0 < sample.ttft_s < sample.latency_s
+
+
+def test_a_stream_of_reasoning_alone_has_a_first_token() -> None:
+    with server(streaming(reasoning("hm"), reasoning("so"), USAGE, DONE, pause_s=0.05)) as url:
+        (sample,) = GatewayEngine(url, "kimi-k2").run_load("x", Workload(5, 3, 1, 1), lambda _: None)
+    assert sample.ok
+    assert 0 < sample.ttft_s < sample.latency_s
+
+
+def test_a_stream_without_any_token_is_no_good_sample_and_no_fast_one() -> None:
+    with server(streaming(content(""), USAGE, DONE, pause_s=0.05)) as url:
+        (sample,) = GatewayEngine(url, "kimi-k2").run_load("x", Workload(5, 3, 1, 1), lambda _: None)
+    assert (sample.ok, sample.error) == (False, "no token")
+    assert sample.ttft_s == sample.latency_s > 0
+
+
+def test_progress_of_a_load_is_told_by_the_calling_thread() -> None:
+    threads: set[int] = set()
+    with server(streaming(content("x", "length"), USAGE, DONE)) as url:
+        GatewayEngine(url, "kimi-k2").run_load("x", Workload(5, 3, 8, 4), lambda _: threads.add(threading.get_ident()))
+    assert threads == {threading.get_ident()}
+
+
+def test_a_load_whose_progress_cannot_be_told_is_ended() -> None:
+    def stop(done: int) -> None:
+        raise KeyboardInterrupt
+
+    answered: list[int] = []
+
+    def answer(handler: Any) -> None:
+        answered.append(1)
+        streaming(content("x", "length"), USAGE, DONE, pause_s=0.02)(handler)
+
+    with server(answer) as url, pytest.raises(KeyboardInterrupt):
+        GatewayEngine(url, "kimi-k2").run_load("x", Workload(5, 3, 500, 2), stop)
+    assert len(answered) < 100
+
+
 def test_prompts_are_repeatable_and_share_no_prefix() -> None:
     prompts = [load_prompt(i, 30) for i in range(200)]
     assert prompts == [load_prompt(i, 30) for i in range(200)]

@@ -18,6 +18,7 @@ from tasks.core.gates import (
     all_of,
     baseline_verdict,
     grade,
+    graded_from_data,
     limit_verdict,
     samples_from_data,
     smoke_verdict,
@@ -139,13 +140,21 @@ def test_a_limit_compares_like_with_like(figure, limit, outcome):
 )
 def test_the_baseline(value, baseline, outcome):
     figures = {} if value is None else {LIMIT.metric: Figure(LIMIT.metric, value, "tok/s", "")}
-    assert baseline_verdict(figures, baseline, 0.9, "digest").outcome == outcome
+    assert baseline_verdict(figures, baseline, 0.9, 1, "digest").outcome == outcome
 
 
 def test_a_first_release_passes_without_baseline_and_says_so():
     verdict = judge(load())
     assert verdict.outcome == PASS
     assert "absolute limits decide" in verdict.reason
+
+
+def test_without_a_baseline_and_without_a_limit_nothing_decides():
+    verdict = judge(load(), policy=replace(POLICY, limits=()))
+    assert verdict.outcome == INCONCLUSIVE
+    assert "no baseline and no limit" in verdict.reason
+    before = {"release": "r", "figures": {LIMIT.metric: 1.0}}
+    assert judge(load(), before, replace(POLICY, limits=())).outcome == PASS
 
 
 @pytest.mark.parametrize(
@@ -204,6 +213,12 @@ def test_of_several_parts_the_worst_decides(outcomes):
 
 def test_an_outcome_that_nobody_knows_is_inconclusive():
     assert all_of("g", [part("maybe")], "").outcome == INCONCLUSIVE
+
+
+def test_smoke_answers_come_back_from_json_and_give_the_same_verdict():
+    graded = [(PROMPT, RIGHT), (PROMPT, replace(RIGHT, text="blah"))]
+    again = graded_from_data(json.loads(json.dumps(plain(graded))))
+    assert smoke_verdict(again, *moved(2), 0.5) == smoke_verdict(graded, *moved(2), 0.5)
 
 
 def test_verdict_and_samples_come_back_from_json_and_give_the_same_verdict():

@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.core.errors import InputError
-from tasks.core.ledger import FAILED, FINISHED, STARTED, STEPS, Record, finished, fold, receipt, record_from_data
+from tasks.core.ledger import (
+    FAILED,
+    FINISHED,
+    STARTED,
+    STEPS,
+    Record,
+    finished,
+    fold,
+    ledger_number,
+    receipt,
+    record_from_data,
+)
 from tasks.core.spec import plain
 
 EVENTS = st.lists(st.tuples(st.sampled_from(STEPS[:3]), st.sampled_from([STARTED, FINISHED, FAILED])), max_size=20)
@@ -86,7 +97,12 @@ def test_a_record_of_a_newer_tool_is_refused():
 def test_keys_sort_in_the_order_of_writing():
     keys = [record(step).key(number) for number, step in enumerate([*STEPS, "end"] * 10)]
     assert keys == sorted(keys)
-    assert keys[0] == "ledger/r/00000-lock-started.json"
+    assert keys[0] == "ledger/r/00000.json"
+
+
+@pytest.mark.parametrize("key", ["ledger/r-1/00012.json", "ledger/r-1/00012-pull-started.json"])
+def test_the_number_of_a_key_in_the_form_of_today_and_of_before(key):
+    assert ledger_number(key) == 12
 
 
 def test_the_receipt_lists_steps_in_the_order_of_the_flow():

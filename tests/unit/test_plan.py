@@ -29,8 +29,10 @@ def node(name="node-1", *, usable=True, used=0, own=0, staged=(), total=8):
 POOL = [node(f"node-{n}") for n in range(1, 7)]
 
 
-def made(what, pool=POOL, of=None, blobs=None):
-    return make_plan(what, LOCK, site(), of, pool, blobs or {}, ["A/a"])
+def made(what, pool=POOL, of=None, blobs=None, stable=None):
+    if stable is None:
+        stable = of.serving_digest[:12] if of else "parking"
+    return make_plan(what, LOCK, site(), of, stable, pool, blobs or {}, ["A/a"])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def made(what, pool=POOL, of=None, blobs=None):
     ],
 )
 def test_the_class_of_a_change(what, before, change):
-    assert change_class(what, LOCK.digest, before) == change
+    assert change_class(what, LOCK.digest, before, before.serving_digest[:12] if before else "parking") == change
 
 
 def test_a_release_that_is_live_changes_nothing_and_needs_no_node():
@@ -80,7 +82,7 @@ def test_bytes_are_those_that_are_missing():
 def test_two_files_of_the_same_content_are_pulled_once():
     files = {**contents(), "copy-1.json": b"same", "copy-2.json": b"same"}
     lock = lock_of(files)
-    plan = make_plan(BASE, lock, site(), None, POOL, {}, [])
+    plan = make_plan(BASE, lock, site(), None, "parking", POOL, {}, [])
     assert plan.bytes_to_pull == lock.total_bytes - len(b"same")
 
 
@@ -96,6 +98,9 @@ def test_two_files_of_the_same_content_are_pulled_once():
         ([node("node-1", usable=False), *POOL[1:4]], ("node-2", "node-3", "node-4")),
         ([node("node-1", usable=False, used=8, own=8), *POOL[1:4]], ("node-2", "node-3", "node-4")),
         ([node("node-1", used=9, own=8), *POOL[1:4]], ("node-2", "node-3", "node-4")),
+        ([node("node-1", total=0), *POOL[1:4]], ("node-2", "node-3", "node-4")),
+        ([node("node-1", total=7), *POOL[1:4]], ("node-2", "node-3", "node-4")),
+        ([node("node-1", total=16), *POOL[1:4]], ("node-2", "node-3", "node-4")),
     ],
 )
 def test_chosen_nodes(pool, chosen):
@@ -104,9 +109,42 @@ def test_chosen_nodes(pool, chosen):
 
 def test_too_few_free_nodes_are_named_with_the_reason():
     with pytest.raises(CapacityError) as caught:
-        made(BASE, [node("node-1", usable=False), node("node-2", used=8), node("node-3")])
-    assert caught.value.where == "node-1: cordoned; node-2: 8 of 8 GPUs in use"
-    assert (caught.value.got, caught.value.expected) == ("1 free of 3", "3 whole free nodes")
+        made(BASE, [node("node-1", usable=False), node("node-2", used=8), node("node-3"), node("node-4", total=0)])
+    assert caught.value.where == "node-1: cordoned; node-2: 8 of 8 GPUs in use; node-4: shows 0 GPUs, not 8"
+    assert (caught.value.got, caught.value.expected) == ("1 free of 4", "3 whole free nodes")
+
+
+def test_a_node_without_its_gpus_is_no_spare_either():
+    assert made(BASE, [*POOL[:4], node("node-9", total=0)]).spares == ("node-4",)
+
+
+UNRECORDED = replace(live(), recorded=False)
+
+
+@pytest.mark.parametrize(
+    ("what", "before", "stable", "change", "warning"),
+    [
+        (BASE, UNRECORDED, None, "policy", "promote again"),
+        (release("k2-live-2"), UNRECORDED, None, "policy", "k2ctl promote k2-live-1 -y"),
+        (BASE, live(), "parking", "first", "users to parking and not to the live release k2-live-1"),
+        (release("k2-live-2"), live(), "0" * 12, "first", "users to 000000000000"),
+        (replace(BASE, images=replace(IMAGES, engine="newer")), live(), "parking", "first", "as if nothing were live"),
+        (BASE, live(), "", "first", "users to nobody"),
+    ],
+)
+def test_a_half_done_promotion_and_a_parked_site_are_carried_on_from_and_said(what, before, stable, change, warning):
+    plan = made(what, of=before, stable=stable)
+    assert plan.change == change
+    assert warning in "; ".join(plan.warnings)
+    assert plan.shifts_traffic == (change == "first")
+
+
+def test_the_plan_says_what_it_was_made_over():
+    plan = made(release("k2-live-2"), of=live())
+    assert (plan.live_release, plan.live_serving_digest) == (BASE.id, live().serving_digest)
+    assert plan.route_stable == live().serving_digest[:12]
+    first = made(BASE)
+    assert (first.live_release, first.live_serving_digest, first.route_stable) == ("", "", "parking")
 
 
 NODES = st.lists(

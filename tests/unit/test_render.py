@@ -295,7 +295,8 @@ def test_rights_are_the_least_that_works():
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
     ]
     assert objects["ClusterRole", "k2-pipeline"]["rules"] == [
-        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]}
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
     ]
     bound = {subject["name"] for obj in load_base() for subject in obj.get("subjects", ())}
     assert bound == {"k2-router", "k2-pipeline"}

@@ -96,6 +96,11 @@ def test_profile_path_is_relative_to_the_release(tmp_path, release_data):
         ({"args.decode.--tp-size": 1}, "args.decode.--tp-size", "without dashes"),
         ({"version": "1"}, "version", "1"),
         ({"retention.hold_s": "4h"}, "retention.hold_s", "number"),
+        ({"retention.hold_s": float("inf")}, "retention.hold_s", "finite"),
+        ({"retention.hold_s": float("nan")}, "retention.hold_s", "finite"),
+        ({"traffic.bake_s": float("inf")}, "traffic.bake_s", "finite"),
+        ({"traffic.bake_s": float("nan")}, "traffic.bake_s", "finite"),
+        ({"traffic.max_p95_s": float("inf")}, "traffic.max_p95_s", "finite"),
     ],
 )
 def test_wrong_release_field_is_named(tmp_path, release_data, change, field, expected):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tasks.core.errors import InputError, IntegrityError
+from tasks.core.identity import sha256_hex
 from tasks.steps.audit import verify_receipt
 from tests.fakes.pipeline import bring_up, promote
 from tests.fakes.small_world import World, release
@@ -28,6 +29,7 @@ def test_every_digest_holds(done):
     rows = verify(world, body)
     assert [row["what"] for row in rows] == [
         "lock", "serving", "policy", "manifests", "samples of smoke", "samples of throughput",
+        "node-1: marker", "node-2: marker", "node-3: marker",
         "node-1: 5 files", "node-2: 5 files", "node-3: 5 files",
     ]  # fmt: skip
     assert len([name for name in world.jobs_run if name.startswith("k2-verify-")]) == 3
@@ -78,5 +80,43 @@ def test_other_bytes_on_a_node_are_the_nodes_own_word(done):
 def test_a_node_that_looked_at_fewer_files_is_not_believed(done):
     world, body = done
     world._program = lambda module, options: {"node": options["--node"], "checked": 4}
+    with pytest.raises(IntegrityError):
+        verify(world, body)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body.update(nodes=[]),
+        lambda body: body["nodes"].pop(),
+        lambda body: body["nodes"].append(body["nodes"][0]),
+        lambda body: body["nodes"].__setitem__(1, body["nodes"][0]),
+        lambda body: body["nodes"][1].update(marker_sha256=""),
+        lambda body: body["nodes"][1].update(marker_sha256="0" * 64),
+        lambda body: body.update(gates={}),
+        lambda body: body["gates"].pop("smoke"),
+    ],
+)
+def test_a_receipt_that_proves_too_little_is_refused(done, change):
+    world, body = done
+    change(body := json.loads(json.dumps(body)))
+    with pytest.raises(IntegrityError) as caught:
+        verify(world, body)
+    assert caught.value.code == "K2-INT-003"
+
+
+def test_a_marker_that_is_of_another_node_or_is_gone_does_not_hold(done):
+    world, body = done
+    key = next(key for key in world.store.objects if key.startswith("markers/node-2/"))
+    other = world.store.objects[key.replace("node-2", "node-3")]
+    world.store.objects[key] = other
+    with pytest.raises(IntegrityError):
+        verify(world, body)
+    foreign = json.loads(json.dumps(body))
+    foreign["nodes"][1]["marker_sha256"] = sha256_hex(other)
+    with pytest.raises(IntegrityError) as caught:
+        verify(world, foreign)
+    assert caught.value.code == "K2-INT-004"
+    del world.store.objects[key]
     with pytest.raises(IntegrityError):
         verify(world, body)

@@ -52,12 +52,40 @@ def test_gpus_in_use_are_those_of_pods_that_have_not_ended():
     subject = make_live(world.ports(), release())
     facts = {n.name: n for n in read_nodes(world.ports(), subject.serving)}
     assert [facts[f"node-{n}"].gpus_used for n in range(1, 7)] == [8, 8, 8, 0, 0, 0]
-    assert all(facts[name].gpus_used_by_candidate == 8 and facts[name].free for name in CHOSEN)
+    assert all(facts[name].gpus_used_by_candidate == 8 and facts[name].free(8) for name in CHOSEN)
     others = {n.name: n for n in read_nodes(world.ports(), "another")}
-    assert not others["node-1"].free
+    assert not others["node-1"].free(8)
     assert facts["node-1"].staged == (subject.lock.digest[:12],)
     world.cluster.set_status("Pod", f"k2-{subject.serving[:8]}-prefill-0", {"phase": "Failed"})
     assert read_nodes(world.ports(), subject.serving)[0].gpus_used == 0
+
+
+def test_gpus_of_other_namespaces_are_in_use_too_and_never_the_candidates_own():
+    world, subject = prepared()
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "somebodys",
+            "namespace": "research",
+            "labels": {"k2-release.io/serving": subject.serving},
+        },
+        "spec": {
+            "nodeName": "node-1",
+            "containers": [{"name": "a", "resources": {"limits": {"nvidia.com/gpu": "1"}}}],
+        },
+    }
+    world.cluster.apply(pod)
+    assert "somebodys" not in {p["metadata"]["name"] for p in world.cluster.list_objects("Pod")}
+    facts = read_nodes(world.ports(), subject.serving)[0]
+    assert (facts.gpus_used, facts.gpus_used_by_candidate, facts.free(8)) == (1, 0, False)
+    assert plan_step(world.ports(), subject)[0].nodes == ("node-2", "node-3", "node-4")
+
+
+def test_a_node_that_shows_no_gpu_is_not_chosen():
+    world, subject = prepared()
+    world.cluster.set_status("Node", "node-1", {**READY, "allocatable": {}})
+    assert plan_step(world.ports(), subject)[0].nodes == ("node-2", "node-3", "node-4")
 
 
 def test_only_nodes_of_the_pool_count():
@@ -85,6 +113,48 @@ def test_a_live_release_plans_nothing_and_a_new_policy_no_pod():
     policy = replace(subject, release=replace(what, id="k2-new-2", retention=Retention(1.0)))
     plan = plan_step(world.ports(), policy)[0]
     assert (plan.change, plan.pods_started, plan.nodes) == ("policy", 0, ())
+
+
+def test_a_plan_over_a_route_that_a_human_hand_changed_still_reads():
+    world = World()
+    subject = make_live(world.ports(), release())
+    world.cluster.edit("HTTPRoute", "k2-live", lambda o: o["spec"]["rules"][0]["backendRefs"][0].update(weight=7))
+    assert plan_step(world.ports(), subject)[0].route_stable == subject.serving
+
+
+def test_a_site_without_a_route_serves_nobody():
+    world, subject = prepared()
+    world.cluster.delete("HTTPRoute", "k2-live")
+    assert plan_step(world.ports(), subject)[0].route_stable == ""
+
+
+@pytest.mark.parametrize("gone", [(), ("receipt",), ("receipt", "live"), ("receipt", "record"), ("live", "record")])
+@pytest.mark.parametrize(
+    "change", [{"retention": Retention(1.0)}, {"args": {"decode-log-interval": 7}}], ids=["policy", "serving"]
+)
+def test_a_promoted_release_is_immutable(change, gone):
+    world = World()
+    make_live(world.ports(), release())
+    if "receipt" in gone:
+        del world.store.objects[f"receipts/{release().id}.json"]
+    if "live" in gone:
+        del world.store.objects["live.json"]
+    if "record" in gone:
+        for key in [k for k in world.store.objects if k.startswith("ledger/")]:
+            del world.store.objects[key]
+    kept = dict(world.store.objects)
+    with pytest.raises(InputError) as caught:
+        plan_step(world.ports(), world.subject(release(**change)))
+    assert caught.value.code == "K2-INP-001"
+    assert "new id" in caught.value.summary
+    assert world.store.objects == kept
+
+
+def test_a_release_that_was_never_promoted_may_still_be_edited():
+    world = World()
+    bring_up(world.ports(), release())
+    edited = world.subject(release(args={"decode-log-interval": 7}))
+    assert plan_step(world.ports(), edited)[0].change == "first"
 
 
 def test_a_set_that_runs_already_plans_its_own_nodes_again():

@@ -7,6 +7,7 @@ import pytest
 from tasks.core.errors import ConflictError, InputError, IntegrityError
 from tasks.steps.documents import (
     LIVE_KEY,
+    find_receipt,
     get_by_digest,
     get_live,
     get_lock,
@@ -71,6 +72,14 @@ def test_a_newer_record_of_what_is_live_is_refused():
     with pytest.raises(InputError) as caught:
         live_release(store)
     assert caught.value.code == "K2-INP-006"
+
+
+def test_the_first_receipt_of_a_release_stays():
+    store = MemoryStore()
+    for approver in ("ann", "ann", "bob"):
+        assert put_receipt(store, "r", {"approver": approver}) == "receipts/r.json"
+    assert get_receipt(store, "r") == find_receipt(store, "r") == {"approver": "ann"}
+    assert find_receipt(store, "another") is None
 
 
 def test_a_receipt_carries_its_own_digest():

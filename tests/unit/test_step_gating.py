@@ -11,11 +11,12 @@ from tasks.core.gates import SMOKE_PROMPTS
 from tasks.core.ledger import FINISHED, Record
 from tasks.core.samples import LoadSample
 from tasks.core.spec import Limit, Workload
-from tasks.steps.documents import get_by_digest
+from tasks.steps.documents import get_by_digest, put_by_digest
 from tasks.steps.gating import (
     check_router,
     read_baseline,
-    rejudge_step,
+    rejudge_smoke_step,
+    rejudge_throughput_step,
     reused,
     smoke_step,
     throughput_step,
@@ -215,32 +216,63 @@ def test_a_policy_release_judges_the_stored_samples_by_its_own_limits():
     live = Live()
     sent = len(live.world.engine.asked)
     keeps = live.policy(limits=(Limit("e2e_output_tok_per_s", ">=", 900.0, "tok/s"),))
-    data = rejudge_step(live.ports, keeps)
+    data = rejudge_throughput_step(live.ports, keeps)
     assert data["samples"] == states(live.world.store, "k2-live-1")["throughput"].data["samples"]
     misses = live.policy(limits=(Limit("e2e_output_tok_per_s", ">=", 1100.0, "tok/s"),))
     with pytest.raises(GateError) as caught:
-        rejudge_step(live.ports, misses)
+        rejudge_throughput_step(live.ports, misses)
     assert caught.value.code == "K2-GAT-001"
     assert len(live.world.engine.asked) == sent
+
+
+def test_a_policy_release_judges_the_stored_answers_by_its_own_share():
+    live = Live()
+    sent = len(live.world.engine.asked)
+    before = states(live.world.store, "k2-live-1")["smoke"].data
+    data = rejudge_smoke_step(live.ports, live.policy(smoke_min_correct_share=0.9))
+    assert (data["samples"], data["verdict"]["outcome"]) == (before["samples"], "pass")
+    assert data["policy"] == live.policy(smoke_min_correct_share=0.9).release.policy_digest
+    assert len(live.world.engine.asked) == sent
+
+
+def test_answers_that_were_good_enough_before_fail_a_stricter_share():
+    live = Live()
+    record = states(live.world.store, "k2-live-1")["smoke"].data
+    kept = get_by_digest(live.world.store, "samples", record["samples"])
+    kept["graded"][0][1]["text"] = "blah"
+    digest = put_by_digest(live.world.store, "samples", kept)
+    append(live.world.store, Record("k2-live-1", "smoke", FINISHED, "run", 1.0, {**record, "samples": digest}))
+    assert rejudge_smoke_step(live.ports, live.policy(smoke_min_correct_share=0.9))
+    with pytest.raises(GateError) as caught:
+        rejudge_smoke_step(live.ports, live.policy(smoke_min_correct_share=1.0))
+    assert caught.value.code == "K2-GAT-001"
+
+
+@pytest.mark.parametrize("judge", [rejudge_smoke_step, rejudge_throughput_step])
+def test_samples_are_found_by_the_receipt_where_the_ledger_has_none(judge):
+    live = Live()
+    for key in [key for key in live.world.store.objects if key.startswith("ledger/k2-live-1/")]:
+        del live.world.store.objects[key]
+    assert judge(live.ports, live.policy(baseline_ratio=0.1))["verdict"]["outcome"] == "pass"
 
 
 @pytest.mark.parametrize("workload", [Workload(8000, 16, 20, 4), Workload(64, 16, 10, 4), Workload(64, 16, 20, 1)])
 def test_samples_of_another_workload_say_nothing(workload):
     live = Live()
     with pytest.raises(GateError) as caught:
-        rejudge_step(live.ports, live.policy(workload=workload))
+        rejudge_throughput_step(live.ports, live.policy(workload=workload))
     assert caught.value.code == "K2-GAT-002"
 
 
 def test_without_a_live_release_or_its_samples_there_is_nothing_to_judge():
     world = World()
     with pytest.raises(GateError) as caught:
-        rejudge_step(world.ports(), world.subject(release()))
+        rejudge_throughput_step(world.ports(), world.subject(release()))
     assert caught.value.code == "K2-GAT-002"
     live = Live()
     append(live.world.store, Record("k2-live-1", "throughput", FINISHED, "run", 1.0, {"outcome": "done"}))
     with pytest.raises(GateError):
-        rejudge_step(live.ports, live.policy(baseline_ratio=0.1))
+        rejudge_throughput_step(live.ports, live.policy(baseline_ratio=0.1))
 
 
 def test_the_next_policy_release_judges_the_same_samples_again():

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from tasks.core.errors import IntegrityError, K2Error, NotReadyError, UnavailableError
-from tasks.steps.jobs import run_jobs
-from tests.fakes.small_world import World
+from tasks.core.render import render_pull_jobs, render_stage_job
+from tasks.steps.jobs import _pinned_to, follow_jobs, run_jobs
+from tests.fakes.small_world import TEMPLATES, World, release
 
 
 class Jobs:
@@ -19,6 +20,14 @@ class Jobs:
 
     def run(self, *names, total=100, deadline_s=60.0, run="run-1"):
         return run_jobs(self.world.ports(run), "stage", [job(name) for name in names], total, deadline_s)
+
+    def follow(self, pinned, deadline_s=7200.0):
+        """Follow Jobs, each pinned to a node, whatever becomes of the others."""
+        jobs = [job(name, node) for name, node in pinned.items()]
+        return follow_jobs(self.world.ports(), "stage", jobs, 100, deadline_s, stop_at_failure=False)
+
+    def ready(self, node, status, reason="KubeletReady"):
+        self.cluster.set_status("Node", node, {"conditions": [{"type": "Ready", "status": status, "reason": reason}]})
 
     def pod(self, name, status, log=None):
         uid = self.cluster.objects["Job", name]["metadata"]["uid"]
@@ -49,8 +58,79 @@ class Jobs:
         self.world.clock.on_sleep.append(react)
 
 
-def job(name):
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": {}}
+def job(name, node=""):
+    made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": {}}
+    if node:
+        term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+        made["spec"] = {"template": {"spec": {"affinity": {"nodeAffinity": required}}}}
+    return made
+
+
+def test_the_node_of_a_rendered_job_is_known():
+    world = World()
+    subject = world.subject(release())
+    rendered = render_stage_job(subject.lock, world.site, TEMPLATES, "tool", "node-3", "uid")
+    assert _pinned_to(rendered) == "node-3"
+    assert _pinned_to(render_pull_jobs(subject.lock, world.site, TEMPLATES, "tool")[0]) == ""
+
+
+@pytest.mark.parametrize("status", ["False", "Unknown", "gone"])
+def test_a_job_on_a_lost_node_ends_with_the_nodes_name_and_keeps_no_other_waiting(status):
+    jobs = Jobs()
+    lose = (
+        (lambda: jobs.cluster.delete("Node", "node-2"))
+        if status == "gone"
+        else (lambda: jobs.ready("node-2", status, "NodeStatusUnknown"))
+    )
+    jobs.after(10, lose)
+    jobs.after(60, lambda: jobs.end("a"))
+    began = jobs.world.clock.at
+    good, lost = jobs.follow({"a": "node-1", "b": "node-2"})
+    assert good.message == {"ok": 1}
+    assert (lost.code, lost.where, lost.exit_code) == ("K2-RDY-002", "node-2", 6)
+    assert jobs.world.clock.at - began < 62
+
+
+def test_a_lost_node_stops_the_step_after_a_short_patience():
+    jobs = Jobs()
+    jobs.ready("node-2", "Unknown")
+    began = jobs.world.clock.at
+    with pytest.raises(NotReadyError) as caught:
+        run_jobs(jobs.world.ports(), "stage", [job("a", "node-1"), job("b", "node-2")], 100, 7200.0)
+    assert caught.value.where == "node-2"
+    assert 30 <= jobs.world.clock.at - began < 45
+
+
+def test_a_node_that_comes_back_in_time_is_not_lost():
+    jobs = Jobs()
+    for start in (10, 40, 70):
+        jobs.after(start, lambda: jobs.ready("node-1", "Unknown"))
+        jobs.after(start + 20, lambda: jobs.ready("node-1", "True"))
+    jobs.after(100, lambda: jobs.end("a"))
+    assert jobs.follow({"a": "node-1"})[0].message == {"ok": 1}
+
+
+def test_an_api_that_does_not_list_nodes_says_nothing_about_them():
+    jobs = Jobs()
+    real = jobs.cluster.list_objects
+
+    def flaky(kind, labels=None):
+        if kind == "Node":
+            raise UnavailableError("K2-UNA-001", "No.")
+        return real(kind, labels)
+
+    jobs.cluster.list_objects = flaky
+    jobs.after(100, lambda: jobs.end("a"))
+    assert jobs.follow({"a": "node-1"})[0].message == {"ok": 1}
+
+
+def test_a_job_that_hangs_does_not_take_the_results_of_others():
+    jobs = Jobs()
+    jobs.after(1, lambda: jobs.end("a"))
+    good, late = jobs.follow({"a": "node-1", "b": "node-2"}, deadline_s=100)
+    assert good.message == {"ok": 1}
+    assert (late.code, late.where) == ("K2-RDY-001", "b")
 
 
 def test_results_come_in_the_order_asked_for():

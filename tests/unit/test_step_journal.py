@@ -7,7 +7,7 @@ import pytest
 
 from tasks.core.errors import ConflictError, InputError, K2Error, UnavailableError
 from tasks.core.ledger import FAILED, FINISHED, STARTED, Record
-from tasks.steps.journal import append, recorded, records, states
+from tasks.steps.journal import append, recorded, records, speaking_for_itself, states
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.small_world import World
 
@@ -48,14 +48,48 @@ def test_a_writer_that_was_faster_is_not_overwritten():
             return super().put(key, data, if_absent=if_absent, if_match=if_match)
 
     store = Raced()
-    assert append(store, record()) == "ledger/r/00001-pull-started.json"
-    assert store.objects["ledger/r/00000-pull-started.json"] == b'{"other": 1}'
+    assert append(store, record()) == "ledger/r/00001.json"
+    assert store.objects["ledger/r/00000.json"] == b'{"other": 1}'
 
 
-def test_a_number_that_is_taken_by_another_step_is_not_used_again():
+def test_two_writers_of_different_steps_never_get_the_same_number():
+    class Together(MemoryStore):
+        """Both writers have read the ledger before either writes."""
+
+        def list_objects(self, prefix):
+            return []
+
+    store = Together()
+    keys = [append(store, record("pull")), append(store, record("end", FAILED)), append(store, record("stage"))]
+    assert keys == ["ledger/r/00000.json", "ledger/r/00001.json", "ledger/r/00002.json"]
+
+
+def test_a_put_whose_answer_was_lost_is_not_written_twice():
+    class Lost(MemoryStore):
+        def put(self, key, data, *, if_absent=False, if_match=""):
+            super().put(key, data, if_absent=if_absent, if_match=if_match)
+            return super().put(key, data, if_absent=if_absent, if_match=if_match)  # the client's own second try
+
+    store = Lost()
+    assert append(store, record()) == "ledger/r/00000.json"
+    assert len(store.objects) == 1
+
+
+def test_records_of_an_older_tool_are_read_in_their_place():
     store = MemoryStore()
-    store.objects["ledger/r/00001-lock-started.json"] = b"{}"
-    assert append(store, record()) == "ledger/r/00002-pull-started.json"
+    old = [record(), record(event=FINISHED), record("stage")]
+    for number, one in enumerate(old):
+        key = f"ledger/r/{number:05d}-{one.step}-{one.event}.json"
+        store.objects[key] = json.dumps({**vars(one), "data": {}}).encode()
+    assert append(store, record("end", FAILED)) == "ledger/r/00003.json"
+    assert records(store, "r") == [*old, record("end", FAILED)]
+
+
+def test_the_order_is_that_of_numbers_however_many_digits():
+    store = MemoryStore()
+    store.objects["ledger/r/99999.json"] = json.dumps({**vars(record()), "data": {}}).encode()
+    assert append(store, record("end", FAILED)) == "ledger/r/100000.json"
+    assert [one.step for one in records(store, "r")] == ["pull", "end"]
 
 
 def test_a_ledger_that_cannot_be_appended_to_says_so():
@@ -106,6 +140,48 @@ def test_what_a_library_says_never_gets_into_the_ledger(error):
     assert TOKEN not in stored(world)
     assert TOKEN not in "\n".join(world.progress.lines)
     assert states(world.store, "r")["pull"].data["error"]["summary"] == f"The step ended with {error.__name__}."
+
+
+def leaking():
+    try:
+        try:
+            raise ValueError(f"Illegal header value b'Bearer {TOKEN}'")
+        except ValueError as deepest:
+            raise RuntimeError(f"403 for https://cdn/x?X-Amz-Signature={TOKEN}") from deepest
+    except RuntimeError as cause:
+        raise UnavailableError("K2-UNA-001", "The Hub answered HTTP 403.", where="model-1") from cause
+
+
+def test_what_stands_behind_an_error_of_ours_reaches_neither_log_nor_ledger():
+    world = World()
+    with pytest.raises(UnavailableError) as caught:
+        recorded(world.ports(), "r", "pull", leaking)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "HTTP 403" in shown
+    assert (caught.value.__cause__, caught.value.__context__) == (None, None)
+    for secret in (TOKEN, "X-Amz", "RuntimeError"):
+        assert secret not in shown
+        assert secret not in stored(world) + "\n".join(world.progress.lines)
+
+
+def test_an_error_in_the_handling_of_another_does_not_show_that_one():
+    def act():
+        try:
+            raise ValueError(TOKEN)
+        except ValueError:
+            raise InputError("K2-INP-001", "No.")  # noqa: B904 - a context without `from`
+
+    with pytest.raises(InputError) as caught:
+        recorded(World().ports(), "r", "pull", act)
+    assert TOKEN not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("error", [leaking, lambda: (_ for _ in ()).throw(ValueError(TOKEN))])
+def test_what_is_done_around_steps_speaks_for_itself_too(error):
+    with pytest.raises(K2Error) as caught, speaking_for_itself("here"):
+        error()
+    assert TOKEN not in "".join(traceback.format_exception(caught.value))
+    assert TOKEN not in json.dumps(caught.value.as_data())
 
 
 def test_a_store_that_fails_with_the_step_does_not_hide_why_the_step_failed():

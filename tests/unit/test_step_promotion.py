@@ -1,4 +1,4 @@
-"""Steps approve, promote and retire: only what was gated gets traffic, and nothing that is needed is deleted (I10)."""
+"""Steps promote and retire: what is live is moved once and recorded, and nothing that is needed is deleted (I10)."""
 
 import copy
 import json
@@ -7,14 +7,14 @@ from functools import cache
 
 import pytest
 
-from tasks.core.errors import ConflictError, GateError, InputError, RevertedError
-from tasks.core.ledger import FAILED, STARTED, Record
+from tasks.core.errors import ConflictError, IntegrityError, RevertedError
+from tasks.core.ledger import FAILED, FINISHED, STARTED, Record
 from tasks.core.route import LIVE_ROUTE
-from tasks.core.spec import Limit, Retention
+from tasks.core.spec import Retention
 from tasks.steps.documents import get_live, get_receipt
 from tasks.steps.holder import holding
-from tasks.steps.journal import append
-from tasks.steps.promotion import approve_step, promote_step, receipt_step, retire_step
+from tasks.steps.journal import append, states
+from tasks.steps.promotion import promote_step, receipt_step, retire_step
 from tasks.steps.traffic import read_live_route
 from tests.fakes.pipeline import bring_up, make_live, promote, retire, shift
 from tests.fakes.small_world import Death, Faults, World, release
@@ -60,46 +60,6 @@ def sets(world):
 
 def serving(what, world):
     return world.subject(what).serving
-
-
-# --- approve
-
-
-def test_a_gated_release_can_be_approved_and_the_approval_covers_its_lock(world):
-    subject = bring_up(world.ports(), NEW)
-    data = approve_step(world.ports(), NEW, "ann", "go")
-    assert (data["approver"], data["comment"], data["lock_digest"]) == ("ann", "go", subject.lock.digest)
-
-
-def test_a_release_that_nobody_gated_cannot():
-    with pytest.raises(ConflictError) as caught:
-        approve_step(World().ports(), NEW, "ann", "")
-    assert (caught.value.code, caught.value.hint) == ("K2-CON-006", f"k2ctl release {NEW.id}")
-
-
-@pytest.mark.parametrize("event", [STARTED, FAILED])
-@pytest.mark.parametrize("step", ["smoke", "throughput", "plan"])
-def test_a_gate_that_was_tried_again_and_did_not_pass_cannot(world, step, event):
-    bring_up(world.ports(), NEW)
-    append(world.store, Record(NEW.id, step, event, "run", world.clock.now(), {}))
-    with pytest.raises(ConflictError) as caught:
-        approve_step(world.ports(), NEW, "ann", "")
-    assert step in caught.value.got
-
-
-@pytest.mark.parametrize(
-    "edited",
-    [
-        replace(NEW, images=replace(NEW.images, engine="other@sha256:" + "9" * 64)),
-        replace(NEW, gates=replace(NEW.gates, limits=())),
-        replace(NEW, traffic=replace(NEW.traffic, steps_percent=(100,))),
-    ],
-)
-def test_a_release_that_was_edited_since_it_was_gated_cannot(world, edited):
-    bring_up(world.ports(), NEW)
-    with pytest.raises(ConflictError) as caught:
-        approve_step(world.ports(), edited, "ann", "")
-    assert "edited" in caught.value.summary
 
 
 # --- promote
@@ -236,7 +196,8 @@ def test_the_receipt_of_a_policy_release_inherits_what_it_did_not_do(world):
     before = get_receipt(world.store, OLD.id)
     bring_up(world.ports("run-2"), POLICY)
     body = promote(world.ports("run-2"), POLICY)
-    assert body["gates"]["smoke"] == before["gates"]["smoke"]
+    assert body["gates"]["smoke"]["samples"] == before["gates"]["smoke"]["samples"]
+    assert body["gates"]["smoke"]["policy"] == POLICY.policy_digest
     for name in ("nodes", "placement", "manifests_digest"):
         assert body[name] == before[name]
     assert body["policy_digest"] != before["policy_digest"]
@@ -259,14 +220,6 @@ def test_a_death_before_the_receipt_of_a_policy_release_loses_nothing(world):
     assert receipt_step(world.ports("run-9"), subject)[0] == expected
 
 
-def test_a_policy_that_does_not_hold_for_the_stored_samples_cannot_be_approved(world):
-    strict = replace(POLICY, gates=replace(OLD.gates, limits=(Limit("e2e_output_tok_per_s", ">=", 1e6, "tok/s"),)))
-    with pytest.raises(GateError):
-        bring_up(world.ports("run-2"), strict)
-    with pytest.raises(ConflictError):
-        approve_step(world.ports(), strict, "ann", "")
-
-
 def test_the_baseline_is_the_one_of_the_promoted_release(world):
     both(world)
     baselines = [json.loads(v) for k, v in world.store.objects.items() if k.startswith("baselines/")]
@@ -286,8 +239,9 @@ def test_a_release_that_serves_or_is_about_to_is_never_retired(world, what):
     with pytest.raises(Death):
         shift(world.ports("run-1", faults), subject)
     world.clock.sleep(1000)
-    with pytest.raises(InputError):
+    with pytest.raises(ConflictError) as caught:
         retire(world.ports("run-2"), what)
+    assert (caught.value.code, "promote" in caught.value.hint) == ("K2-CON-006", True)
     assert sets(world) == {serving(OLD, world), subject.serving}
 
 
@@ -320,7 +274,9 @@ def test_retired_twice_is_retired_once(world):
 def test_a_hold_that_is_not_known_is_not_over(world, event):
     both(world)
     key = next(
-        k for k in world.store.objects if k.startswith(f"ledger/{NEW.id}/") and k.endswith("promote-finished.json")
+        k
+        for k, v in world.store.objects.items()
+        if k.startswith(f"ledger/{NEW.id}/") and b'"event":"finished"' in v and b'"step":"promote"' in v
     )
     del world.store.objects[key]
     if event == FAILED:
@@ -418,3 +374,26 @@ def test_retire_step_needs_no_lock_of_the_release(world):
     world.clock.sleep(1000)
     gone = replace(OLD, repo="not/there")
     assert holding(world.ports("r"), lambda h: retire_step(world.ports("r"), gone, h))["removed"]
+
+
+# --- what stands of a receipt
+
+
+def test_a_later_promotion_takes_nothing_back_of_the_first_receipt(world):
+    before = world.store.objects[f"receipts/{OLD.id}.json"]
+    body = promote(world.ports("run-2"), OLD, "bob")
+    assert world.store.objects[f"receipts/{OLD.id}.json"] == before
+    assert body["approver"] == "ann"
+
+
+@pytest.mark.parametrize("nodes", [[], slice(0, 2), "twice"])
+def test_a_receipt_that_does_not_name_every_node_is_not_written(world, nodes):
+    subject = bring_up(world.ports("run-new"), NEW)
+    done = states(world.store, NEW.id)["stage"].data
+    rows = done["nodes"]
+    wrong = [] if nodes == [] else [rows[0], rows[0], rows[1]] if nodes == "twice" else rows[nodes]
+    append(world.store, Record(NEW.id, "stage", FINISHED, "run", 1.0, {**done, "nodes": wrong}))
+    with pytest.raises(IntegrityError) as caught:
+        receipt_step(world.ports(), subject)
+    assert caught.value.code == "K2-INT-003"
+    assert f"receipts/{NEW.id}.json" not in world.store.objects

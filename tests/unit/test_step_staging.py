@@ -152,6 +152,44 @@ def test_a_spare_that_fails_keeps_no_other_spare_from_being_used():
     assert staged.labelled() == ["node-1", "node-2"]
 
 
+def hang(staged, *nodes):
+    """The stagers of these nodes start and never end."""
+    real = staged.world._run_job
+
+    def run_job(job):
+        if not job["metadata"]["name"].endswith(nodes):
+            real(job)
+
+    staged.world._run_job = run_job
+
+
+def test_a_spare_that_hangs_is_waited_for_some_minutes_and_keeps_no_other_from_being_used():
+    staged = Staged()
+    hang(staged, "node-2")
+    began = staged.world.clock.at
+    data = staged.stage(nodes=("node-1",), spares=("node-2", "node-3"))
+    assert [row["outcome"] for row in data["spares"]] == ["not staged", "verified"]
+    assert staged.labelled() == ["node-1", "node-3"]
+    assert staged.world.clock.at - began < 700
+
+
+@pytest.mark.parametrize("node", ["node-2", "node-3"])
+def test_a_node_that_is_lost_while_it_is_staged_is_found_out_soon(node):
+    staged = Staged()
+    hang(staged, node)
+    status = {"conditions": [{"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}]}
+    staged.world.cluster.set_status("Node", node, status)
+    began = staged.world.clock.at
+    if node in CHOSEN:
+        with pytest.raises(NotReadyError) as caught:
+            staged.stage()
+        assert (caught.value.code, caught.value.where) == ("K2-RDY-002", node)
+        assert staged.labelled() == []
+    else:
+        assert [row["outcome"] for row in staged.stage()["spares"]] == ["not staged"]
+    assert staged.world.clock.at - began < 60
+
+
 def test_a_node_that_is_gone_is_named():
     staged = Staged()
     with pytest.raises(NotReadyError) as caught:

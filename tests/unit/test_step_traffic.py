@@ -1,100 +1,27 @@
 """Step shift: one mover at a time (I3), abort-first (I4), and a death at any call that changes nothing (I5)."""
 
-import copy
 import json
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 from tasks.core.errors import ConflictError, GateError, NotReadyError, RevertedError, UnavailableError
 from tasks.core.lease import LEASE, read_lease
-from tasks.core.route import HELD, LIVE_ROUTE, REVERTED, SHIFTING, Backend, RouteState
+from tasks.core.route import HELD, LIVE_ROUTE, REVERTED, SHIFTING, Backend
 from tasks.ports import BackendCounts
 from tasks.steps.holder import TrafficHolder, holding
 from tasks.steps.journal import states
-from tasks.steps.traffic import (
-    probe_set,
-    prove_traffic,
-    read_live_route,
-    route_is_live,
-    shift_step,
-    write_live_route,
-)
-from tests.fakes.pipeline import bring_up, make_live, promote, shift
-from tests.fakes.small_world import Death, Faults, World, release
-
-OLD, NEW = release("k2-old-1"), release("k2-new-1", args={"decode-log-interval": 7})
-
-
-@cache
-def gated():
-    world = World()
-    return world, make_live(world.ports("run-old"), OLD), bring_up(world.ports("run-new"), NEW)
-
-
-class Shifting:
-    """A world with an old release live and a new one gated."""
-
-    def __init__(self):
-        self.world, self.old, self.new = copy.deepcopy(gated())
-        self.old_set, self.new_set = (self.world.engine.sets[s.serving] for s in (self.old, self.new))
-
-    def shift(self, run="run-1", faults=None):
-        return shift(self.world.ports(run, faults), self.new)
-
-    @property
-    def state(self) -> RouteState:
-        return read_live_route(self.world.ports())[0]
-
-    def weights(self):
-        """Return the percentages of (old, new) as the gateway reads them."""
-        weights = self.world.live_weights()
-        return weights.get(self.old.router_service, 0), weights.get(self.new.router_service, 0)
-
-    def watch_weights(self):
-        """Return the list of the candidate's weights that the route ever has from now on."""
-        seen = [self.weights()[1]]
-
-        def note(verb, obj):
-            if obj["metadata"]["name"] == LIVE_ROUTE and self.weights()[1] != seen[-1]:
-                seen.append(self.weights()[1])
-
-        self.world.cluster.controllers.append(note)
-        return seen
-
-    def die_at(self, percent, run):
-        """Shift until the candidate has this weight, and be killed in its bake."""
-        faults = Faults(10**9)
-        self.at_weight(percent, faults.kill)
-        with pytest.raises(Death):
-            self.shift(run, faults)
-        assert self.weights()[1] == percent
-
-    def at_weight(self, percent, act):
-        """Do something once the candidate has this weight and the next sleep ends."""
-        done = []
-
-        def react(now):
-            if not done and self.weights()[1] >= percent:
-                done.append(now)
-                act()
-
-        self.world.clock.on_sleep.append(react)
+from tasks.steps.probing import probe_set, prove_traffic
+from tasks.steps.shifting import shift_step
+from tasks.steps.traffic import read_live_route, route_is_live, write_live_route
+from tests.fakes.pipeline import bring_up, promote, shift
+from tests.fakes.shifting_world import NEW, OLD, Shifting, edit_weights, holding_of
+from tests.fakes.small_world import Death, Faults, World
 
 
 @pytest.fixture
 def it():
     return Shifting()
-
-
-def edit_weights(world, *weights):
-    def change(obj):
-        for rule in obj["spec"]["rules"]:
-            for ref, weight in zip(rule["backendRefs"], weights, strict=False):
-                ref["weight"] = weight
-
-    world.cluster.edit("HTTPRoute", LIVE_ROUTE, change)
 
 
 def test_weights_go_by_the_plan_with_a_bake_after_each(it):
@@ -302,18 +229,6 @@ def test_a_state_that_somebody_else_wrote_whole_stops_the_shift(it):
     assert it.weights() == (100, 0)
 
 
-def holding_of(world, run, *, force=False):
-    holder = TrafficHolder(world.ports(run))
-    if force:
-
-        def give_up(obj):
-            obj["spec"]["holderIdentity"] = ""
-
-        world.cluster.edit("Lease", LEASE, give_up)
-    holder.acquire(world.site.lease_duration_s + 5)
-    return holder
-
-
 def test_the_lease_is_taken_renewed_and_given_back(it):
     renewed = []
     it.at_weight(100, lambda: renewed.append(read_lease(it.world.cluster.objects["Lease", LEASE])))
@@ -461,13 +376,6 @@ def test_another_release_in_the_middle_of_its_shift_is_not_pushed_aside(it):
     with pytest.raises(ConflictError) as caught:
         shift(it.world.ports("run-3"), third)
     assert (caught.value.code, caught.value.got) == ("K2-CON-001", NEW.id)
-
-
-def test_a_gateway_that_does_not_take_the_route_over_is_not_believed_to_have(it):
-    it.world.cluster.controllers.clear()
-    with pytest.raises(UnavailableError) as caught:
-        it.shift()
-    assert "did not take over" in caught.value.summary
 
 
 @pytest.mark.parametrize(
