@@ -245,7 +245,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
     CatalogueEntry(
         "K2-REV-002",
         ExitCode.REVERTED,
-        "The shift holds: neither side is proved good.",
+        "The shift needs a person: it holds, went to the candidate because stable is dead, or is not proved.",
         "Decide by hand: `k2ctl status`, then the route's weights; automation does not move on.",
     ),
     CatalogueEntry(
