@@ -197,13 +197,23 @@ def abort_if_serving(ports: Ports, release: Release, holder: TrafficHolder, erro
     abort_traffic(ports, state, Revert(reason_of(error)), holder, [], cause_of(error))
 
 
+def _is_stable(ports: Ports, subject: Subject) -> bool:
+    """Return whether the set is the stable one: its promotion died after the route was written."""
+    try:
+        state, _ = patiently(ports, lambda: read_live_route(ports), ports.site.lease_duration_s / 2)
+    except (ConflictError, NotReadyError):
+        return False
+    return state.stable.serving == subject.serving
+
+
 def check_load(ports: Ports, subject: Subject) -> None:
     """Check that a load gate does not have to load a set that users are on.
 
     Raises:
         ConflictError: it would (K2-CON-006): there is no earlier verdict that holds for the pods as they are.
     """
-    if not has_users(ports, subject.release) or reused(ports, subject, "throughput") is not None:
+    users = has_users(ports, subject.release) or _is_stable(ports, subject)
+    if not users or reused(ports, subject, "throughput") is not None:
         return
     raise ConflictError(
         "K2-CON-006",

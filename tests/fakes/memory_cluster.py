@@ -120,7 +120,7 @@ class MemoryCluster:
 
 def _is_ours(obj: Object) -> bool:
     """Return whether an object is of the site's namespace or of none."""
-    return obj["metadata"].get("namespace", NAMESPACE) == NAMESPACE
+    return bool(obj["metadata"].get("namespace", NAMESPACE) == NAMESPACE)
 
 
 T = TypeVar("T")
