@@ -97,7 +97,9 @@ def _add_reading(commands: Commands) -> None:
     command = _command(commands, "render", _REPORTS, "Write the Kubernetes objects of a release as YAML.")
     command.add_argument("release", metavar="RELEASE", help="id, or path of a release file")
     command.add_argument("-o", "--output", default="", metavar="FILE", help="file (default: standard output)")
-    command = _command(commands, "status", _REPORTS, "Say what is live, what the route does, where a release stands.")
+    command = _command(
+        commands, "status", "flows.console.standing", "Say what is live, what the route does, where a release stands."
+    )
     command.add_argument("release", metavar="RELEASE", nargs="?", default="", help="id, or path of a release file")
     command = _command(
         commands, "receipt", _REPORTS, "Show a release's receipt; --verify recomputes every digest in it."

@@ -26,18 +26,29 @@ def site_path(given: str) -> str:
     """Return the path of the site file: as given, from K2_SITE, or that of the rehearsal site that was kept.
 
     Raises:
-        InputError: none of these names a file.
+        InputError: the one that was named is no file, or none was named and no site was kept.
     """
-    for candidate in (given, os.environ.get(SITE_VARIABLE, ""), str(last_rehearsal_site())):
-        if candidate and Path(candidate).is_file():
-            return str(Path(candidate).resolve())
-        if candidate and candidate == given:
-            break
+    named = (("--site", given), (SITE_VARIABLE, os.environ.get(SITE_VARIABLE, "")))
+    for source, path in named:
+        # What was named is meant: another cluster instead of it would be the worst answer to a typing error.
+        if path and not Path(path).is_file():
+            raise InputError(
+                "K2-INP-001",
+                "The site file does not exist.",
+                where=source,
+                got=path,
+                expected="the path of a site file",
+                hint="write one after manifests/sites/example-h200.yaml, or k2ctl rehearse --keep (an embedded site)",
+            )
+        if path:
+            return str(Path(path).resolve())
+    if last_rehearsal_site().is_file():
+        return str(last_rehearsal_site().resolve())
     raise InputError(
         "K2-INP-001",
         "No site: which cluster is meant?",
         where=f"--site or {SITE_VARIABLE}",
-        got=given or "nothing",
+        got="nothing",
         expected="the path of a site file",
         hint="k2ctl rehearse --keep (an embedded site), or write a site file: manifests/sites/example-h200.yaml",
     )

@@ -75,7 +75,14 @@ def rehearse(args: Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with embedded.RehearsalSite(options, say) as site:
         run = Rehearsal(site, args, built_s)
-        result = run.carry_out(binaries)
+        try:
+            result = run.carry_out(binaries)
+        except BaseException:
+            # Nobody knows yet how to stop it: a site that did not come up is not kept.
+            site.supervisor.stop_all()
+            if not args.dir:
+                embedded.remove(directory)
+            raise
         if keep:
             _keep(site, args)
     if not keep and not args.dir:
@@ -319,6 +326,12 @@ def _stop_kept(args: Namespace) -> int:
     from infra.rehearsal.processes import stop_recorded
 
     note = wiring.last_rehearsal_site()
+    if args.dir:
+        stopped = stop_recorded(Path(args.dir))
+        say(f"stopped {len(stopped)} processes of {args.dir}; its files stay")
+        if args.json:
+            print_json({"version": 1, "outcome": "stopped", "processes": len(stopped), "directory": args.dir})
+        return ExitCode.DONE
     if not note.is_symlink():
         say("no rehearsal site was kept")
         if args.json:

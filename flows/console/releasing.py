@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flows.console.reports import connect, print_json, show_plan, summary
 from flows.console.submission import Ended, again, say, show_steps_here, submit, use_api
+from flows.console.temporary_server import answers, use_temporary_server
 from tasks import wiring
 from tasks.core.errors import ExitCode, InputError
 from tasks.core.spec import Site
@@ -131,8 +132,11 @@ def _run(target: _Target, name: str, **more: str) -> Ended:
 
 
 def _run_here(site: Site, name: str, parameters: dict[str, Any]) -> Ended:
-    if site.prefect_api_url:
+    if site.prefect_api_url and answers(site.prefect_api_url):
         use_api(site)
+    else:
+        say("no Prefect server of the site answers: a temporary one keeps this run; the ledger has it all the same")
+        use_temporary_server()
     show_steps_here()
     from flows.promote import promote as promote_flow
     from flows.release import release as release_flow

@@ -1,4 +1,4 @@
-"""Commands that read: plan, render, status, receipt, verify, explain, ask."""
+"""Commands that read: lock, plan, render, receipt, verify, explain, ask."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import yaml
 from flows.console.submission import say
 from tasks import wiring
 from tasks.core.errors import CATALOGUE, ExitCode, InputError
-from tasks.core.lease import LEASE, read_lease
-from tasks.core.ledger import StepState
 from tasks.core.lock import Lock, lock_from_data
 from tasks.core.plan import Plan, plan_rows
 from tasks.core.render import render_serving
@@ -26,9 +24,7 @@ from tasks.specs import find_release
 from tasks.steps.audit import verify_receipt
 from tasks.steps.capacity import make_release_plan
 from tasks.steps.context import Ports, Subject
-from tasks.steps.documents import get_live, get_receipt
-from tasks.steps.journal import states
-from tasks.steps.traffic import read_live_route
+from tasks.steps.documents import get_receipt
 from tasks.steps.weights import make_accepted_lock
 
 
@@ -131,55 +127,6 @@ def _subject(ports: Ports, release: str) -> Subject:
     found = find_release(release, ports.site.releases_dir)
     made, _ = make_accepted_lock(ports.hub, found.repo, found.revision)
     return Subject(found, made)
-
-
-def status(args: Namespace) -> int:
-    """Say what is live, what the route does, and where a release stands."""
-    ports = connect(args)
-    live, _ = get_live(ports.store)
-    route, _ = read_live_route(ports)
-    data: dict[str, Any] = {
-        "version": 1,
-        "live": live,
-        "route": {
-            "phase": route.phase,
-            "generation": route.generation,
-            "reason": route.reason,
-            "weights": {backend.release: weight for backend, weight in route.weights()},
-        },
-    }
-    lease = ports.cluster.get("Lease", LEASE)
-    held = read_lease(lease) if lease else None
-    data["lease"] = {"holder": held.holder or None, "generation": held.generation} if held else None
-    if args.release:
-        known = states(ports.store, find_release(args.release, ports.site.releases_dir).id)
-        data["steps"] = [_step_row(state) for state in known.values()]
-    if args.json:
-        print_json(data)
-        return ExitCode.DONE
-    print(f"live     {live['release'] if live else 'nothing'}")
-    print(f"route    {route.phase}, generation {route.generation}" + (f": {route.reason}" if route.reason else ""))
-    for backend, weight in route.weights():
-        print(f"         {weight:3d}%  {backend.release} ({backend.service})")
-    if held and held.holder:
-        print(f"lease    held by {held.holder}, generation {held.generation}")
-    for step in data.get("steps", []):
-        print(f"step     {step['name']:<12}{step['outcome']:<12}{step['attempts']} tries, {step['seconds']} s")
-        if "error" in step:
-            print(f"           {step['error']['code']} {step['error']['summary']} {step['error']['got']}")
-    return ExitCode.DONE
-
-
-def _step_row(state: StepState) -> dict[str, Any]:
-    """Return a step for the status report; a failed one says why."""
-    row = {
-        "name": state.step,
-        "outcome": state.outcome,
-        "attempts": state.attempts,
-        "seconds": round(state.seconds, 1),
-    }
-    error = state.data.get("error")
-    return {**row, "error": error} if error else row
 
 
 def receipt(args: Namespace) -> int:

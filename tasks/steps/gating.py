@@ -245,7 +245,7 @@ def _conclude(ports: Ports, subject: Subject, verdict: Verdict, extra: Mapping[s
             "gate": p.gate,
             "outcome": p.outcome,
             "got": p.got,
-            "expected": p.expected,
+            "expected": p.expected.replace(">=", "at least").replace("<=", "at most"),
             "unit": p.unit,
             "scope": p.scope,
             "reason": p.reason,

@@ -36,6 +36,7 @@ def shift_step(ports: Ports, subject: Subject, holder: TrafficHolder) -> dict[st
     candidate = Backend(subject.router_service, subject.serving, subject.release.id)
     found, _ = patiently(ports, lambda: read_live_route(ports), holder.patience_s)
     if found.stable.service == candidate.service:
+        _check_alone(found)
         return {"outcome": "unchanged", "history": [], "note": "the route sends everything to this set already"}
     shift = _Shift(ports, subject.release.traffic, candidate, holder, found, _adopt(found, candidate))
     shift.tried_percent = shift.state.candidate_percent
@@ -53,6 +54,21 @@ def shift_step(ports: Ports, subject: Subject, holder: TrafficHolder) -> dict[st
             # What a library says may hold a secret: it is not shown as the cause either (I6).
             raise reverted from None
         raise
+
+
+def _check_alone(state: RouteState) -> None:
+    """Raise ConflictError if the stable set does not carry everybody: an unfinished shift has users elsewhere."""
+    other = state.candidate
+    if other is None or state.candidate_percent == 0:
+        return
+    raise ConflictError(
+        "K2-CON-006",
+        f"{state.stable.release} is the stable release, but {other.release} has a part of the users.",
+        where=f"HTTPRoute {LIVE_ROUTE}",
+        got=f"{state.candidate_percent}% on {other.release}",
+        expected=f"100% on {state.stable.release}",
+        hint=f"k2ctl promote {other.release} -y finishes it; infra/runbooks/shift-reverted.md sends everybody back",
+    )
 
 
 def _adopt(state: RouteState, candidate: Backend) -> RouteState:

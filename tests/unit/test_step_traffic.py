@@ -493,3 +493,13 @@ def test_a_death_anywhere_in_an_abort_leaves_users_on_a_set_that_answers():
         with pytest.raises((RevertedError, GateError)):
             it.shift("run-2")
         assert it.weights() == (100, 0)
+
+
+def test_promoting_the_stable_release_does_not_hide_that_another_has_users(it):
+    it.die_at(10, "run-dead")
+    before = it.weights()
+    with pytest.raises(ConflictError) as caught:
+        shift(it.world.ports("run-other"), it.old)
+    assert caught.value.code == "K2-CON-006"
+    assert NEW.id in caught.value.hint
+    assert it.weights() == before
