@@ -58,6 +58,7 @@ def main() -> int:
 def _run(command: list[str]) -> dict[str, Any]:
     began = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout[-8000:])
     return {
         "exit_code": done.returncode,
         "wall_s": round(time.monotonic() - began, 1),
@@ -67,16 +68,16 @@ def _run(command: list[str]) -> dict[str, Any]:
 
 def _result(output: str) -> Any:
     """Return what a run says of itself: its JSON without what only this machine knows, or its last line."""
-    try:
-        document = json.JSONDecoder().raw_decode(output)[0]
-    except ValueError:
-        lines = output.strip().splitlines()
+    lines = output.strip().splitlines()
+    for text in (output, lines[-1] if lines else ""):
         try:
-            return json.loads(lines[-1])
-        except (ValueError, IndexError):
-            return lines[-1] if lines else ""
-    keep = ("outcome", "release", "exit_code", "steps", "client", "wall_s", "cpu_s", "one_time_build_s")
-    return {key: document[key] for key in keep if key in document}
+            document = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(document, dict):
+            keep = ("outcome", "release", "exit_code", "steps", "client", "wall_s", "cpu_s", "one_time_build_s")
+            return {key: document[key] for key in keep if key in document} or document
+    return lines[-1] if lines else ""
 
 
 def _git(*arguments: str) -> str:
