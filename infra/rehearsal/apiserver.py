@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import re
 import secrets
 import ssl
 import sys
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra.rehearsal.binaries import ControlPlaneBinaries, ensure_control_plane, executable_facts
+from infra.rehearsal.binaries import ControlPlaneBinaries, ensure_control_plane
 from infra.rehearsal.certificates import Authority, KeyPair, service_account_key, write_private
 from infra.rehearsal.errors import SiteError
 from infra.rehearsal.processes import Child, ProcessSpec, Supervisor, free_ports
@@ -128,12 +129,11 @@ class ControlPlane:
         return (self.etcd, self.apiserver, self.controller_manager, self.scheduler)
 
     def versions(self) -> dict[str, str]:
-        """Return process name -> version: asked of the running process, or of the program file that it runs."""
-        with _opener(ssl.create_default_context()).open(f"{self.etcd.spec.address}/version", timeout=5) as response:
-            etcd = str(json.load(response)["etcdserver"])
+        """Return process name -> version, each asked of the running process."""
+        etcd = str(json.loads(_get(f"{self.etcd.spec.address}/version"))["etcdserver"])
         asked = {self.etcd.name: etcd, self.apiserver.name: self.version.removeprefix("v")}
         rest = (self.controller_manager, self.scheduler)
-        return asked | {child.name: executable_facts(child.executable).version for child in rest}
+        return asked | {child.name: build_version(_get(f"{child.spec.address}/metrics").decode()) for child in rest}
 
     @property
     def authority(self) -> Authority:
@@ -311,6 +311,7 @@ def _controller_manager(layout: _Layout, admin: ApiConnection) -> ProcessSpec:
         f"--root-ca-file={layout.pki / 'ca.crt'}",
         f"--bind-address={layout.host}",
         f"--secure-port={layout.controller_manager_port}",
+        "--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics",  # the version is asked there
         f"--controllers={','.join(CONTROLLERS)}",
         "--leader-elect=false",
         "--node-monitor-period=2s",
@@ -331,6 +332,7 @@ def _scheduler(layout: _Layout) -> ProcessSpec:
         f"--kubeconfig={layout.pki / 'scheduler.kubeconfig'}",
         f"--bind-address={layout.host}",
         f"--secure-port={layout.scheduler_port}",
+        "--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics",  # the version is asked there
         "--leader-elect=false",
         "--kube-api-qps=100",
         "--kube-api-burst=200",
@@ -341,14 +343,31 @@ def _scheduler(layout: _Layout) -> ProcessSpec:
 
 
 def _http_ok(url: str) -> Callable[[], bool]:
-    """Return a check for HTTP 200 of our own child; it made its certificate itself, so there is nothing to verify."""
-    context = ssl._create_unverified_context()  # noqa: S323
+    """Return a check for HTTP 200 of our own child."""
 
     def check() -> bool:
-        with _opener(context).open(url, timeout=5) as response:
-            return bool(response.status == 200)
+        _get(url)
+        return True
 
     return check
+
+
+def _get(url: str) -> bytes:
+    """Return what our own child answers; it made its certificate itself, so there is nothing to verify."""
+    with _opener(ssl._create_unverified_context()).open(url, timeout=5) as response:  # noqa: S323
+        return bytes(response.read())
+
+
+def build_version(metrics: str) -> str:
+    """Return the version that a Kubernetes program states in its metrics (kubernetes_build_info), without the v.
+
+    Raises:
+        SiteError: the metrics state none.
+    """
+    found = re.search(r'^kubernetes_build_info\{[^}]*git_version="v([^"]+)"', metrics, re.MULTILINE)
+    if found is None:
+        raise SiteError("the metrics of a Kubernetes program hold no kubernetes_build_info with git_version")
+    return found[1]
 
 
 def main() -> int:

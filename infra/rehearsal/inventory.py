@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import urllib.request
-from importlib.metadata import distribution
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,21 @@ def mapped_extension(pid: int, name: str) -> Path:
         if path.name.startswith(name) and path.suffix == ".so":
             return path
     raise FileNotFoundError(f"process {pid} has no module {name} mapped")
+
+
+def installed_version(pid: int, extension: str, name: str) -> str:
+    """Return the version of a distribution in the packages that a Python process runs from.
+
+    Pure Python leaves nothing in a process's map; a compiled module that it has mapped says which packages it uses.
+
+    Raises:
+        FileNotFoundError: the process has not mapped the module, or the distribution is not installed beside it.
+    """
+    module = mapped_extension(pid, extension)
+    for packages in module.parents:
+        for found in distributions(name=name, path=[str(packages)]):
+            return found.version
+    raise FileNotFoundError(f"no {name} is installed beside {module}")
 
 
 def envoy_row(site: Path, admin_url: str) -> dict[str, Any]:

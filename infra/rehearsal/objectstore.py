@@ -19,7 +19,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.rehearsal.binaries import executable_facts
 from infra.rehearsal.certificates import write_private
 from infra.rehearsal.errors import SiteError
 from infra.rehearsal.processes import Child, ProcessSpec, Supervisor, free_ports
@@ -104,8 +103,18 @@ def start(supervisor: Supervisor, *, host: str = "127.0.0.1", name: str = "objec
         leavings=tuple(f"/tmp/seaweedfs-{part}-grpc-{number}.sock" for part, number in grpc.items()),
     )
     child = supervisor.start(spec)
-    version = executable_facts(child.executable, "version").version
-    return ObjectStore(spec.address, host, port, keys, version, child)
+    return ObjectStore(spec.address, host, port, keys, _running_version(host, port), child)
+
+
+def _running_version(host: str, port: int) -> str:
+    """Return the version that the running gateway states ("Server: SeaweedFS 8000GB 4.48")."""
+    connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request("GET", "/")
+        server = connection.getresponse().getheader("Server") or ""
+    if not server.startswith("SeaweedFS "):
+        raise SiteError(f"the store at {host}:{port} does not say that it is SeaweedFS: Server: {server!r}")
+    return server.split()[-1]
 
 
 def _s3_config(keys: S3Keys) -> dict[str, object]:

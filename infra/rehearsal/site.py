@@ -119,7 +119,7 @@ class RehearsalSite:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         self._deploy_cpu_s += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         self.supervisor.wait_ready(worker)
-        self._versions[worker.name] = self.prefect.version
+        self._versions[worker.name] = inventory.installed_version(worker.pid, "_pydantic_core", "prefect")
 
     def start_client(self, rate_per_s: float) -> Path:
         """Start the client that sends user traffic the whole time; return the path of its report."""
