@@ -142,7 +142,12 @@ def _add_site(commands: Commands) -> None:
         commands, "site", "flows.console.sites", "Set a cluster up once (init), or contact all of it (check)."
     )
     command.add_argument("action", choices=("init", "check"), help="init applies base objects and parks all traffic")
-    command.add_argument("--release", default="", metavar="RELEASE", help="init: the release whose tool image is used")
+    command.add_argument(
+        "--release",
+        default="",
+        metavar="RELEASE",
+        help="init: the release whose tool image is used; check: whose revision the Hub is asked for (default: live)",
+    )
 
 
 def _add_rehearse(commands: Commands) -> None:

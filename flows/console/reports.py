@@ -16,6 +16,7 @@ from tasks import wiring
 from tasks.core.errors import CATALOGUE, ExitCode, InputError
 from tasks.core.lock import Lock, lock_from_data
 from tasks.core.plan import Plan, plan_rows
+from tasks.core.receipt_view import receipt_lines
 from tasks.core.render import render_serving
 from tasks.core.spec import plain
 from tasks.core.units import format_bytes
@@ -72,6 +73,10 @@ def verify(args: Namespace) -> int:
     from tasks.node.verify_files import verify_directory
 
     made = _read_lock(Path(args.lock))
+    if not Path(args.dir).is_dir():
+        raise InputError(
+            "K2-INP-001", "There is no such directory.", where="--dir", got=args.dir, expected="a directory of files"
+        )
     count_bytes = verify_directory(Path(args.dir), made, args.dir, args.threads, Stop())
     if args.json:
         print_json({"version": 1, "ok": True, "files": len(made.files), "bytes": count_bytes, "digest": made.digest})
@@ -135,7 +140,7 @@ def receipt(args: Namespace) -> int:
     release = args.release if "/" not in args.release else find_release(args.release, ports.site.releases_dir).id
     body = get_receipt(ports.store, release)
     if not args.verify:
-        print_json(body)
+        _show_receipt(args, body)
         return ExitCode.DONE
     checks = verify_receipt(ports, body)
     if args.json:
@@ -145,6 +150,15 @@ def receipt(args: Namespace) -> int:
             print(f"ok  {check['what']:<28}{check['digest']}")
         print(f"every digest of the receipt of {release} holds: {len(checks)} checks")
     return ExitCode.DONE
+
+
+def _show_receipt(args: Namespace, body: Mapping[str, Any]) -> None:
+    """Write a receipt to standard output: lines for a person, or with --json the whole document."""
+    if args.json:
+        print_json(body)
+    else:
+        print("\n".join(receipt_lines(body)))
+        say(f"every digest in full: k2ctl receipt {body['release']['id']} --json")
 
 
 def explain(args: Namespace) -> int:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from collections.abc import Callable
 
 from flows.console.reports import connect, print_json
 from flows.console.submission import say
-from tasks.core.errors import ExitCode, InputError
+from flows.console.temporary_server import answers
+from tasks.core.errors import ExitCode, InputError, K2Error, UnavailableError
 from tasks.specs import find_release, load_base
 from tasks.steps.capacity import read_nodes
+from tasks.steps.context import Ports
+from tasks.steps.documents import find_receipt, get_live
 from tasks.steps.site_setup import set_up_site
 from tasks.steps.traffic import read_live_route
 
@@ -39,26 +43,79 @@ def _init(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> int:
-    """Contact everything that the site file names and say what answered; reads only."""
+    """Contact everything that the site file names and say what answered; reads only. Exits as the first that did not.
+
+    A part that does not answer keeps no other from being asked.
+    """
     ports = connect(args)
-    nodes = read_nodes(ports, "")
-    route, _ = read_live_route(ports)
-    objects = len(ports.store.list_objects("receipts/"))
-    counted = ports.stats.counts(route.stable.service).requests
-    rows = [
-        {"part": "kubernetes", "says": f"{sum(n.usable for n in nodes)} of {len(nodes)} nodes of the pool are usable"},
-        {"part": "live route", "says": f"{route.phase}, stable {route.stable.release}"},
-        {"part": "store", "says": f"{objects} receipts in {ports.site.store.bucket}"},
-        {
-            "part": "gateway statistics",
-            "says": f"no counters of {route.stable.service}"
-            if math.isnan(counted)
-            else f"{counted:.0f} requests counted",
-        },
-    ]
+    rows, errors = [], []
+    for part, look in _PARTS:
+        try:
+            rows.append({"part": part, "ok": True, "says": look(ports, args)})
+        except K2Error as error:
+            rows.append({"part": part, "ok": False, "says": str(error), "error": error.as_data()})
+            errors.append(error)
     if args.json:
-        print_json({"version": 1, "site": ports.site.name, "parts": rows})
+        print_json({"version": 1, "site": ports.site.name, "ok": not errors, "parts": rows})
     else:
         for row in rows:
-            print(f"ok  {row['part']:<22}{row['says']}")
-    return ExitCode.DONE
+            print(f"{'ok' if row['ok'] else 'NO':<4}{row['part']:<22}{row['says']}")
+    for failed in errors:
+        say(failed.as_text())
+    return errors[0].exit_code if errors else ExitCode.DONE
+
+
+def _nodes(ports: Ports, _: Namespace) -> str:
+    nodes = read_nodes(ports, "")
+    return f"{sum(n.usable for n in nodes)} of {len(nodes)} nodes of the pool are usable"
+
+
+def _route(ports: Ports, _: Namespace) -> str:
+    route, _obj = read_live_route(ports)
+    return f"{route.phase}, stable {route.stable.release}"
+
+
+def _store(ports: Ports, _: Namespace) -> str:
+    return f"{len(ports.store.list_objects('receipts/'))} receipts in {ports.site.store.bucket}"
+
+
+def _hub(ports: Ports, args: Namespace) -> str:
+    """Ask the Hub for the revision of the named release, else of the live one."""
+    repo, revision = _revision(ports, args.release)
+    if not repo:
+        return "not asked: nothing is live that names a revision; name one with --release"
+    return f"knows {repo} at {ports.hub.resolve(repo, revision)[:12]}"
+
+
+def _revision(ports: Ports, named: str) -> tuple[str, str]:
+    if named:
+        release = find_release(named, ports.site.releases_dir)
+        return release.repo, release.revision
+    live, _ = get_live(ports.store)
+    receipt = find_receipt(ports.store, live["release"]) if live else None
+    return (receipt["lock"]["repo"], receipt["lock"]["revision"]) if receipt else ("", "")
+
+
+def _prefect(ports: Ports, _: Namespace) -> str:
+    url = ports.site.prefect_api_url
+    if not url:
+        return "none is named: flows run in the process of k2ctl"
+    if not answers(url):
+        raise UnavailableError("K2-UNA-001", "Prefect does not answer.", where=url, got="no healthy answer")
+    return f"healthy at {url}"
+
+
+def _statistics(ports: Ports, _: Namespace) -> str:
+    service = read_live_route(ports)[0].stable.service
+    counted = ports.stats.counts(service).requests
+    return f"no counters of {service}" if math.isnan(counted) else f"{counted:.0f} requests counted"
+
+
+_PARTS: tuple[tuple[str, Callable[[Ports, Namespace], str]], ...] = (
+    ("kubernetes", _nodes),
+    ("live route", _route),
+    ("store", _store),
+    ("hub", _hub),
+    ("prefect", _prefect),
+    ("gateway statistics", _statistics),
+)

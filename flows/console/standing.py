@@ -12,6 +12,7 @@ from tasks.core.errors import ConflictError, ExitCode, K2Error, NotReadyError
 from tasks.core.lease import LEASE, read_lease
 from tasks.core.ledger import StepState
 from tasks.core.route import LIVE_ROUTE, read_route
+from tasks.core.units import utc_time
 from tasks.specs import find_release
 from tasks.steps.context import Ports
 from tasks.steps.documents import get_live
@@ -86,6 +87,7 @@ def _step_row(state: StepState) -> dict[str, Any]:
         "outcome": state.outcome,
         "attempts": state.attempts,
         "seconds": round(state.seconds, 1),
+        "ended": utc_time(state.ended_at) if state.ended_at else None,
     }
     error = state.data.get("error")
     return {**row, "error": error} if error else row
@@ -100,7 +102,11 @@ def _print(data: dict[str, Any]) -> None:
         expired = ", expired" if lease["expired"] else ""
         print(f"lease    held by {lease['holder']}, generation {lease['generation']}{expired}")
     for step in data.get("steps", []):
-        print(f"step     {step['name']:<12}{step['outcome']:<12}{step['attempts']} tries, {step['seconds']} s")
+        tries = f"{step['attempts']} tr{'y' if step['attempts'] == 1 else 'ies'}"
+        print(
+            f"step     {step['name']:<12}{step['outcome']:<12}{step['ended'] or 'not ended':<22}"
+            f"{step['seconds']:>9} s  {tries}"
+        )
         if "error" in step:
             print(f"           {step['error']['code']} {step['error']['summary']} {step['error']['got']}")
 

@@ -23,6 +23,9 @@ NONE, POLICY, ROUTER, ARGUMENTS, IMAGE, WEIGHTS, FIRST = (
 )
 
 
+_PODS_NAMED = 2
+
+
 @dataclass(frozen=True)
 class LiveRelease:
     """What is live: identities and the serving data that its digest is over.
@@ -39,8 +42,22 @@ class LiveRelease:
 
 
 @dataclass(frozen=True)
+class Occupant:
+    """A pod that has GPUs on a node: `namespace/name`, and the release of ours that it belongs to or nothing."""
+
+    pod: str
+    release: str
+
+    def __str__(self) -> str:
+        return self.pod + (f" of {self.release}" if self.release else "")
+
+
+@dataclass(frozen=True)
 class NodeFacts:
-    """A node of the pool as the API shows it. `staged` are lock digests (12 hex) that its labels name."""
+    """A node of the pool as the API shows it.
+
+    `staged` are lock digests (12 hex) that its labels name, `used_by` the pods that have GPUs there.
+    """
 
     name: str
     uid: str
@@ -50,6 +67,7 @@ class NodeFacts:
     gpus_used: int
     gpus_used_by_candidate: int
     staged: tuple[str, ...]
+    used_by: tuple[Occupant, ...] = ()
 
     def carries(self, gpus: int) -> bool:
         """Whether the node may be used and shows the GPUs that a node of the profile has."""
@@ -189,14 +207,26 @@ def _choose(nodes: Sequence[NodeFacts], needed: int, gpus: int, lock12: str) -> 
             where=taken or "the pool is empty",
             got=f"{len(free)} free of {len(nodes)}",
             expected=f"{needed} whole free nodes",
+            hint=_hint(nodes),
         )
     return tuple(n.name for n in free[:needed])
+
+
+def _hint(nodes: Sequence[NodeFacts]) -> str:
+    """Return what frees nodes: retiring a release that has some and is not live is the usual way."""
+    releases = sorted({pod.release for node in nodes if node.usable for pod in node.used_by if pod.release})
+    if not releases:
+        return ""
+    listed = " or ".join(releases)
+    return f"if it is not live: `k2ctl retire {listed} -y` (`k2ctl status` names the live one); or a smaller topology"
 
 
 def _why_not_free(node: NodeFacts, gpus: int) -> str:
     if node.usable and node.gpus_total != gpus:
         return f"shows {node.gpus_total} GPUs, not {gpus}"
-    return node.why_not or f"{node.gpus_used} of {node.gpus_total} GPUs in use"
+    by = f" by {', '.join(map(str, node.used_by[:_PODS_NAMED]))}" if node.used_by else ""
+    more = f" and {len(node.used_by) - _PODS_NAMED} more" if len(node.used_by) > _PODS_NAMED else ""
+    return node.why_not or f"{node.gpus_used} of {node.gpus_total} GPUs in use{by}{more}"
 
 
 def natural_key(name: str) -> tuple[tuple[int, str], ...]:

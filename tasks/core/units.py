@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 
 
 def format_bytes(count_bytes: float) -> str:
@@ -33,6 +34,11 @@ def format_duration(seconds: float) -> str:
 def format_usd(usd: float) -> str:
     """Return an amount of US dollars with cents."""
     return f"${usd:,.2f}"
+
+
+def utc_time(at: float) -> str:
+    """Return seconds since the epoch as `2026-11-30 07:41:30Z`."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def eta_s(done: float, total: float, elapsed_s: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -10,6 +10,7 @@ from tasks.core.errors import ConflictError, K2Error, NotReadyError, RevertedErr
 from tasks.core.route import HELD, LIVE_ROUTE, REVERTED, Backend, RouteState
 from tasks.core.shift import Forward, Hold, Revert, abort
 from tasks.core.spec import Release
+from tasks.core.units import utc_time
 from tasks.steps.context import Ports, Subject
 from tasks.steps.gating import reused
 from tasks.steps.holder import TrafficHolder, patiently
@@ -33,6 +34,12 @@ def row(state: RouteState, at: float, why: str) -> dict[str, Any]:
         "phase": state.phase,
         "why": why,
     }
+
+
+def show_weights(ports: Ports, release: str, history: Sequence[Mapping[str, Any]]) -> None:
+    """Publish the weights over time as a table, times as a person reads them."""
+    rows = [{**shown, "at": utc_time(shown["at"])} for shown in history]
+    ports.progress.table("weights", rows, f"Weights of {release}")
 
 
 def is_another_hand(error: BaseException) -> bool:
@@ -88,7 +95,7 @@ def abort_traffic(
         raise _raised("K2-REV-002", f"The shift holds: {action.reason}.", str(state.weights()), details)
     if "not_written" not in details:
         _prove(ports, target.stable if isinstance(action, Revert) else target.candidate, details)
-    ports.progress.table("weights", history, "Weights")
+    show_weights(ports, state.candidate.release if state.candidate else state.stable.release, history)
     code, summary = _said(action, details)
     raise _raised(code, summary, action.reason, details)
 

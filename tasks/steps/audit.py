@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tasks.core.errors import IntegrityError
+from tasks.core.errors import IntegrityError, K2Error
 from tasks.core.identity import digest_of, sha256_hex
 from tasks.core.lock import Lock
 from tasks.core.marker import check_marker_against_lock, marker_from_data
@@ -14,7 +14,7 @@ from tasks.core.render import render_verify_job
 from tasks.core.spec import plain, serving_form
 from tasks.steps.context import Ports
 from tasks.steps.documents import get_by_digest, get_lock
-from tasks.steps.jobs import run_jobs
+from tasks.steps.jobs import JobResult, follow_jobs
 from tasks.steps.receipts import GATES, check_nodes
 from tasks.steps.staging import read_marker_bytes
 
@@ -29,7 +29,8 @@ def verify_receipt(ports: Ports, body: Mapping[str, Any]) -> list[dict[str, str]
     refused: nothing that is not looked at is proved.
 
     Raises:
-        IntegrityError: the first that does not hold: document or node and file, got and expected.
+        IntegrityError: the first document that does not hold, or the first node and file; every node is looked at, and
+            what else was found is said and in `details`.
     """
     check_nodes(body["release"]["id"], body["nodes"], _nodes_of(body["release"]))
     missing = [name for name in GATES if name not in body["gates"]]
@@ -48,12 +49,25 @@ def verify_receipt(ports: Ports, body: Mapping[str, Any]) -> list[dict[str, str]
     nodes = [row["node"] for row in body["nodes"]]
     tool_image = body["release"]["images"]["tool"]
     jobs = [render_verify_job(lock, ports.site, ports.templates, tool_image, node) for node in nodes]
-    for node, result in zip(
-        nodes, run_jobs(ports, "verify", jobs, lock.total_bytes * len(jobs), _VERIFY_DEADLINE_S), strict=True
-    ):
+    total = lock.total_bytes * len(jobs)
+    ended = follow_jobs(ports, "verify", jobs, total, _VERIFY_DEADLINE_S, stop_at_failure=False)
+    for node, result in zip(nodes, _all_done(ports, ended), strict=True):
         _expect(f"{node}: files checked", str(result.message["checked"]), str(len(lock.files)))
         rows.append({"what": f"{node}: {result.message['checked']} files", "digest": lock.digest})
     return rows
+
+
+def _all_done(ports: Ports, ended: Sequence[JobResult | K2Error]) -> list[JobResult]:
+    """Return the results if every Job has one; say every error, and raise the gravest: wrong bytes before no answer."""
+    errors = [result for result in ended if isinstance(result, K2Error)]
+    if errors:
+        gravest = next((error for error in errors if isinstance(error, IntegrityError)), errors[0])
+        others = [error for error in errors if error is not gravest]
+        for other in others:
+            ports.progress.say(f"also: {other}")
+        gravest.details = {**gravest.details, "also": [other.as_data() for other in others]}
+        raise gravest
+    return [result for result in ended if isinstance(result, JobResult)]
 
 
 def _nodes_of(release: Mapping[str, Any]) -> int:

@@ -10,10 +10,11 @@ from typing import Any
 from tasks.core.arguments import check_arguments
 from tasks.core.errors import InputError, IntegrityError, NotReadyError
 from tasks.core.identity import sha256_hex
-from tasks.core.plan import LiveRelease, NodeFacts, Plan, make_plan, plan_rows
-from tasks.core.render import render_probe_job, render_serving
+from tasks.core.plan import LiveRelease, NodeFacts, Occupant, Plan, make_plan, plan_rows
+from tasks.core.render import RELEASE_ANNOTATION, SERVING_LABEL, render_probe_job, render_serving
 from tasks.core.route import LIVE_ROUTE, read_route
 from tasks.core.spec import plain
+from tasks.core.units import format_bytes
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import live_release
 from tasks.steps.jobs import run_jobs
@@ -37,7 +38,7 @@ def read_nodes(ports: Ports, serving: str) -> list[NodeFacts]:
         for pod in ports.cluster.list_objects("Pod", everywhere=True)
         if pod.get("status", {}).get("phase") not in _ENDED
     ]
-    facts = []
+    facts, releases = [], _releases(ports)
     for node in ports.cluster.list_objects("Node", ports.site.node_selector):
         name = node["metadata"]["name"]
         here = [pod for pod in pods if pod["spec"].get("nodeName") == name]
@@ -52,6 +53,7 @@ def read_nodes(ports: Ports, serving: str) -> list[NodeFacts]:
                 why_not=why_not,
                 gpus_total=int(node.get("status", {}).get("allocatable", {}).get(GPU, 0)),
                 gpus_used=sum(map(_gpus, here)),
+                used_by=tuple(_occupant(pod, ports.site.namespace, releases) for pod in here if _gpus(pod)),
                 gpus_used_by_candidate=sum(map(_gpus, own)),
                 staged=tuple(key.removeprefix(_STAGED_PREFIX) for key in labels if key.startswith(_STAGED_PREFIX)),
             )
@@ -62,7 +64,23 @@ def read_nodes(ports: Ports, serving: str) -> list[NodeFacts]:
 def _is_of(pod: Mapping[str, Any], serving: str, namespace: str) -> bool:
     metadata = pod["metadata"]
     ours = metadata.get("namespace", namespace) == namespace
-    return bool(ours and metadata.get("labels", {}).get("k2-release.io/serving") == serving)
+    return bool(ours and metadata.get("labels", {}).get(SERVING_LABEL) == serving)
+
+
+def _releases(ports: Ports) -> dict[str, str]:
+    """Return serving label -> the release that brought the set up."""
+    groups = [group["metadata"] for group in ports.cluster.list_objects("LeaderWorkerSet")]
+    return {
+        group["labels"][SERVING_LABEL]: group["annotations"][RELEASE_ANNOTATION]
+        for group in groups
+        if SERVING_LABEL in group.get("labels", {}) and RELEASE_ANNOTATION in group.get("annotations", {})
+    }
+
+
+def _occupant(pod: Mapping[str, Any], namespace: str, releases: Mapping[str, str]) -> Occupant:
+    metadata = pod["metadata"]
+    release = releases.get(metadata.get("labels", {}).get(SERVING_LABEL, ""), "")
+    return Occupant(f"{metadata.get('namespace', namespace)}/{metadata['name']}", release)
 
 
 def _gpus(pod: Mapping[str, Any]) -> int:
@@ -149,7 +167,8 @@ def preflight_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict
     for obj in objects:
         ports.cluster.apply(obj, dry_run=True)
     rows = _probe_disks(ports, subject, nodes)
-    ports.progress.table("preflight", rows, f"Preflight of {subject.release.id}")
+    shown = [{**row, **{key: format_bytes(row[key]) for key in ("free_bytes", "needed_bytes")}} for row in rows]
+    ports.progress.table("preflight", shown, f"Preflight of {subject.release.id}")
     return {
         "nodes": rows,
         "objects_checked": len(objects),

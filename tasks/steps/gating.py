@@ -268,6 +268,12 @@ def _conclude(ports: Ports, subject: Subject, verdict: Verdict, extra: Mapping[s
         where=f"release {subject.release.id}",
         got=verdict.reason,
         expected=verdict.expected,
+        hint=(
+            f"read why: `k2ctl status {subject.release.id}`, artifact k2-gate-{verdict.gate}; "
+            "fix the cause and make a new release"
+            if verdict.outcome == FAIL
+            else ""
+        ),
         details={"verdict": plain(verdict), **extra},
     )
 

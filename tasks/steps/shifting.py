@@ -11,7 +11,7 @@ from tasks.core.route import HELD, LIVE_ROUTE, SHIFTING, STABLE, Backend, RouteS
 from tasks.core.shift import Bake, Complete, Observation, Probe, SetWeight, decide
 from tasks.core.spec import TrafficPlan
 from tasks.ports import BackendCounts
-from tasks.steps.aborting import History, abort_after, abort_traffic, is_another_hand, row
+from tasks.steps.aborting import History, abort_after, abort_traffic, is_another_hand, row, show_weights
 from tasks.steps.context import Ports, Subject
 from tasks.steps.holder import TrafficHolder, patiently
 from tasks.steps.journal import states
@@ -150,7 +150,7 @@ class _Shift:
                 self._bake(action.seconds)
             elif isinstance(action, SetWeight):
                 self._set_weight(action.percent, "step")
-                self.ports.progress.table("weights", self.history, f"Weights of {self.candidate.release}")
+                show_weights(self.ports, self.candidate.release, self.history)
                 self.probes, self.base = [], self._counts()
             else:
                 abort_traffic(self.ports, self.on_route, action, self.holder, self.history)

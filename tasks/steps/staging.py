@@ -46,7 +46,7 @@ def stage_step(ports: Ports, subject: Subject, nodes: Sequence[str], spares: Seq
         ports.cluster.merge_patch(
             "Node", row["node"], {"metadata": {"labels": {staged_label(subject.lock.digest): "true"}}}
         )
-    ports.progress.table("staging", [*rows, *spare_rows], f"Staging of {subject.lock.digest[:12]}")
+    _publish(ports, subject.lock, [*rows, *spare_rows])
     written = sum(int(row["bytes_written"]) for row in [*rows, *spare_rows])
     return {
         "outcome": "done" if written else "unchanged",
@@ -55,6 +55,15 @@ def stage_step(ports: Ports, subject: Subject, nodes: Sequence[str], spares: Seq
         "spares": spare_rows,
         "note": f"{len(rows)} nodes verified, {len(spare_rows)} spares, {format_bytes(written)} written",
     }
+
+
+def _publish(ports: Ports, lock: Lock, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Publish what each node has as a table that fits a screen; the ledger keeps the digests in full."""
+    shown = [
+        {**row, "bytes_written": format_bytes(row["bytes_written"]), "marker_sha256": row["marker_sha256"][:12]}
+        for row in rows
+    ]
+    ports.progress.table("staging", shown, f"Staging of {lock.digest[:12]}")
 
 
 def node_uids(ports: Ports, names: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from flows import cli
 from flows.console import releasing
 from flows.console.submission import Ended
 from tasks import wiring
-from tasks.core.errors import CATALOGUE, error_from_data
+from tasks.core.errors import CATALOGUE, UnavailableError, error_from_data
 from tasks.ports import BackendCounts
 from tasks.specs import load_release, load_site
 from tests.fakes.checkpoints import REPO, REVISION, contents, lock_of
@@ -211,6 +211,8 @@ def test_verify_compares_any_directory_with_a_lock(capsys, tmp_path):
     code, out, _ = run(capsys, "verify", str(lock), "--dir", str(tmp_path / "d"), "--json")
     assert code == 5
     assert "config.json" in json.loads(out)["error"]["where"]
+    code, _, err = run(capsys, "verify", str(lock), "--dir", str(tmp_path / "nowhere"))
+    assert (code, "There is no such directory" in err) == (2, True)
 
 
 @pytest.mark.parametrize("text", [None, "not json", "[]", '{"version": 99}', '{"version": 1}'])
@@ -235,7 +237,15 @@ def test_status_of_a_new_site_and_of_a_live_one(capsys, site):
 
 def test_receipt_shows_and_verifies(capsys, site):
     make_live(site.ports(), WHAT)
-    assert json.loads(run(capsys, "receipt", WHAT.id)[1])["release"]["id"] == WHAT.id
+    assert json.loads(run(capsys, "receipt", WHAT.id, "--json")[1])["release"]["id"] == WHAT.id
+    _, shown, _ = run(capsys, "receipt", WHAT.id)
+    for line in (
+        "release       k2-new-1",
+        "node          node-1",
+        "step          stage",
+        "gate          throughput: pass",
+    ):
+        assert line in shown
     said = json.loads(run(capsys, "receipt", WHAT.id, "--verify", "--json")[1])
     assert said["ok"]
     key = next(k for k in site.store.objects if k.startswith("manifests/"))
@@ -288,6 +298,30 @@ def test_site_init_and_check_say_one_document(capsys, site):
     assert json.loads(run(capsys, "site", "check", "--json")[1])["parts"]
     site.stats.by_backend["k2-parking"] = BackendCounts(math.nan, math.nan)
     assert "no counters of k2-parking" in run(capsys, "site", "check")[1]
+
+
+def test_site_check_asks_the_hub_for_the_live_revision_or_that_of_a_release(capsys, site):
+    run(capsys, "site", "init", "--release", WHAT.id)
+    assert "not asked: nothing is live" in run(capsys, "site", "check")[1]
+    assert f"knows {REPO} at {REVISION[:12]}" in run(capsys, "site", "check", "--release", WHAT.id)[1]
+    make_live(site.ports(), WHAT)
+    assert f"knows {REPO} at {REVISION[:12]}" in run(capsys, "site", "check")[1]
+
+
+def test_site_check_asks_every_part_though_one_does_not_answer(capsys, site, monkeypatch):
+    make_live(site.ports(), WHAT)
+
+    def down(repo, revision):
+        raise UnavailableError("K2-UNA-001", "The Hub did not answer.", where="http://hub")
+
+    monkeypatch.setattr(site.hub, "resolve", down)
+    object.__setattr__(site.site, "prefect_api_url", "http://127.0.0.1:9/api")
+    code, out, err = run(capsys, "site", "check", "--json")
+    said = json.loads(out)
+    assert (code, said["ok"]) == (11, False)
+    assert [part["part"] for part in said["parts"] if not part["ok"]] == ["hub", "prefect"]
+    assert "http://hub" in err
+    assert "http://127.0.0.1:9/api" in err
 
 
 def test_stopping_what_was_not_kept_says_one_document(capsys, tmp_path, monkeypatch):

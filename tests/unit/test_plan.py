@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.core.errors import CapacityError
-from tasks.core.plan import LiveRelease, NodeFacts, change_class, make_plan, natural_key, plan_rows, waiting_cost
+from tasks.core.plan import (
+    LiveRelease,
+    NodeFacts,
+    Occupant,
+    change_class,
+    make_plan,
+    natural_key,
+    plan_rows,
+    waiting_cost,
+)
 from tasks.core.spec import Retention, plain
 from tests.fakes.checkpoints import contents, lock_of
 from tests.fakes.small_world import IMAGES, release, site
@@ -112,6 +121,17 @@ def test_too_few_free_nodes_are_named_with_the_reason():
         made(BASE, [node("node-1", usable=False), node("node-2", used=8), node("node-3"), node("node-4", total=0)])
     assert caught.value.where == "node-1: cordoned; node-2: 8 of 8 GPUs in use; node-4: shows 0 GPUs, not 8"
     assert (caught.value.got, caught.value.expected) == ("1 free of 4", "3 whole free nodes")
+
+
+def test_whoever_has_the_nodes_is_named_and_how_to_free_them():
+    pods = (Occupant("k2/old-decode-0", "k2-old-1"), Occupant("k2/old-decode-1", "k2-old-1"), Occupant("other/x", ""))
+    with pytest.raises(CapacityError) as caught:
+        made(BASE, [replace(node("node-1", used=8), used_by=pods), node("node-2", used=8)])
+    assert caught.value.where == (
+        "node-1: 8 of 8 GPUs in use by k2/old-decode-0 of k2-old-1, k2/old-decode-1 of k2-old-1 and 1 more; "
+        "node-2: 8 of 8 GPUs in use"
+    )
+    assert "k2ctl retire k2-old-1 -y" in caught.value.hint
 
 
 def test_a_node_without_its_gpus_is_no_spare_either():

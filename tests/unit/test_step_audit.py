@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tasks.core.errors import InputError, IntegrityError
+from tasks.core.errors import InputError, IntegrityError, UnavailableError
 from tasks.core.identity import sha256_hex
 from tasks.steps.audit import verify_receipt
 from tests.fakes.pipeline import bring_up, promote
@@ -75,6 +75,19 @@ def test_other_bytes_on_a_node_are_the_nodes_own_word(done):
     with pytest.raises(IntegrityError) as caught:
         verify(world, body)
     assert caught.value.where == "node-2: model-1-of-2.safetensors"
+
+
+def test_every_node_with_other_bytes_is_named_and_wrong_bytes_before_no_answer(done):
+    world, body = done
+    prefix = f"k2-verify-{body['lock']['digest'][:8]}"
+    world.broken_jobs[f"{prefix}-node-1"] = UnavailableError("K2-UNA-003", "No answer.", where="node-1").as_data()
+    for name in ("node-2", "node-3"):
+        error = IntegrityError("K2-INT-002", "Other bytes.", where=f"{name}: model-1-of-2.safetensors")
+        world.broken_jobs[f"{prefix}-{name}"] = error.as_data()
+    with pytest.raises(IntegrityError) as caught:
+        verify(world, body)
+    assert caught.value.where == "node-2: model-1-of-2.safetensors"
+    assert [other["where"] for other in caught.value.details["also"]] == ["node-1", "node-3: model-1-of-2.safetensors"]
 
 
 def test_a_node_that_looked_at_fewer_files_is_not_believed(done):

@@ -55,6 +55,9 @@ def test_gpus_in_use_are_those_of_pods_that_have_not_ended():
     assert all(facts[name].gpus_used_by_candidate == 8 and facts[name].free(8) for name in CHOSEN)
     others = {n.name: n for n in read_nodes(world.ports(), "another")}
     assert not others["node-1"].free(8)
+    assert [str(pod) for pod in others["node-1"].used_by] == [
+        f"k2/k2-{subject.serving[:8]}-prefill-0 of {release().id}"
+    ]
     assert facts["node-1"].staged == (subject.lock.digest[:12],)
     world.cluster.set_status("Pod", f"k2-{subject.serving[:8]}-prefill-0", {"phase": "Failed"})
     assert read_nodes(world.ports(), subject.serving)[0].gpus_used == 0

@@ -8,6 +8,7 @@ import pytest
 from tasks.core.errors import ConflictError, GateError, NotReadyError, RevertedError, UnavailableError
 from tasks.core.lease import LEASE, read_lease
 from tasks.core.route import HELD, LIVE_ROUTE, REVERTED, SHIFTING, Backend
+from tasks.core.units import utc_time
 from tasks.ports import BackendCounts
 from tasks.steps.holder import TrafficHolder, holding
 from tasks.steps.journal import states
@@ -32,7 +33,8 @@ def test_weights_go_by_the_plan_with_a_bake_after_each(it):
     assert [row["candidate_percent"] for row in data["history"]] == [10, 50, 100]
     assert it.world.clock.at - began >= 3 * NEW.traffic.bake_s
     assert it.state.candidate_percent == 100
-    assert it.world.progress.tables["weights"] == data["history"]
+    shown = it.world.progress.tables["weights"]
+    assert shown == [{**row, "at": utc_time(row["at"])} for row in data["history"]]
 
 
 def test_done_twice_is_done_once(it):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.core.units import eta_s, format_bytes, format_duration, format_usd
+from tasks.core.units import eta_s, format_bytes, format_duration, format_usd, utc_time
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,7 @@ def test_dollars_have_cents():
 )
 def test_time_left(done, total, elapsed, left):
     assert eta_s(done, total, elapsed) == left
+
+
+def test_times_are_utc_and_say_so():
+    assert utc_time(1796024439.7) == "2026-11-30 07:40:39Z"
