@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flows.console.reports import connect, print_json
 from flows.console.submission import say
 from tasks.core.errors import ConflictError, ExitCode, K2Error, NotReadyError
 from tasks.core.lease import LEASE, read_lease
-from tasks.core.ledger import StepState
+from tasks.core.ledger import STEPS, StepState
 from tasks.core.route import LIVE_ROUTE, read_route
 from tasks.core.units import utc_time
 from tasks.specs import find_release
@@ -34,7 +34,7 @@ def status(args: Namespace) -> int:
     }
     if args.release:
         release_id = find_release(args.release, ports.site.releases_dir).id
-        rows = _or_error(errors, lambda: [_step_row(state) for state in states(ports.store, release_id).values()])
+        rows = _or_error(errors, lambda: [_step_row(state) for state in _in_order(states(ports.store, release_id))])
         data["steps"] = rows or []
     data["unread"] = [error.as_data() for error in errors]
     if args.json:
@@ -78,6 +78,11 @@ def _lease_row(ports: Ports) -> dict[str, Any] | None:
         return None
     held = read_lease(lease)
     return {"holder": held.holder or None, "generation": held.generation, "expired": held.expired(ports.clock.now())}
+
+
+def _in_order(found: Mapping[str, StepState]) -> list[StepState]:
+    """Return the steps in their order, and how the last run ended behind them."""
+    return sorted(found.values(), key=lambda state: STEPS.index(state.step) if state.step in STEPS else len(STEPS))
 
 
 def _step_row(state: StepState) -> dict[str, Any]:
