@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TypeAlias
 
-from tasks.core.errors import CATALOGUE, ExitCode, K2Error
+from flows.console.command_line import Parser, positive
+from tasks.core.errors import CATALOGUE, ExitCode, InputError, K2Error
 
 _EPILOG = """exit codes:
   0 done                       5 integrity                10 reverted or parked after users were touched
@@ -43,7 +44,7 @@ _REPORTS, _RELEASING, _REHEARSING = "flows.console.reports", "flows.console.rele
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="k2ctl",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -59,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def _command(commands: Commands, name: str, module: str, summary: str, *, site: bool = True) -> argparse.ArgumentParser:
@@ -89,7 +90,7 @@ def _add_reading(commands: Commands) -> None:
     command.add_argument("lock", metavar="LOCK", help="lock file")
     command.add_argument("--dir", required=True, metavar="D", help="directory that holds the files")
     command.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="files hashed at once (default: %(default)s)"
+        "--threads", type=positive, default=os.cpu_count() or 1, help="files hashed at once (default: %(default)s)"
     )
     command = _command(commands, "plan", _REPORTS, "Say what a release would change. Reads only.")
     command.add_argument("release", metavar="RELEASE", help="id, or path of a release file")
@@ -111,7 +112,7 @@ def _add_reading(commands: Commands) -> None:
     command = _command(commands, "ask", _REPORTS, "Send one prompt the way users go.")
     command.add_argument("prompt", metavar="PROMPT")
     command.add_argument("--serving", default="", metavar="DIGEST", help="ask this set by its probe route (12 hex)")
-    command.add_argument("--max-tokens", type=int, default=64)
+    command.add_argument("--max-tokens", type=positive, default=64)
     command.add_argument("--model", default="kimi-k2", help="served model name (default: %(default)s)")
 
 
@@ -178,7 +179,11 @@ def _add_rehearse(commands: Commands) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `k2ctl` and return its exit code."""
-    args = build_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser().parse_args(words)
+    except InputError as error:
+        return _fail(argparse.Namespace(json="--json" in words), error)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.ERROR, stream=sys.stderr)
     # What a flow says is shown by the command itself; the libraries' own lines only with -v.
     logging.getLogger("prefect").propagate = args.verbose

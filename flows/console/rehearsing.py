@@ -18,7 +18,7 @@ from flows.console.injecting import INJECTIONS, Injector
 from flows.console.reports import print_json
 from flows.console.submission import say, show_steps_here, submit, use_api
 from tasks import wiring
-from tasks.core.errors import ExitCode, InputError, K2Error
+from tasks.core.errors import ConflictError, ExitCode, InputError, K2Error
 from tasks.progress import TerminalProgress
 from tasks.specs import load_base
 from tasks.steps.context import Ports
@@ -65,8 +65,13 @@ def rehearse(args: Namespace) -> int:
             expected=", ".join(INJECTIONS),
         )
     keep = args.keep or args.site_only
+    if keep:
+        _refuse_a_second()
+    if args.dir:
+        _refuse_running(Path(args.dir))
     directory = Path(args.dir or tempfile.mkdtemp(prefix="k2-rehearsal-"))
     directory.mkdir(parents=True, exist_ok=True)
+    _forget_results()
     _banner(embedded.SIMULATED, directory)
     began = time.monotonic()
     binaries = embedded.prepare(say)
@@ -77,17 +82,54 @@ def rehearse(args: Namespace) -> int:
         run = Rehearsal(site, args, built_s)
         try:
             result = run.carry_out(binaries)
-        except BaseException:
+        except BaseException as stopped:
             # Nobody knows yet how to stop it: a site that did not come up is not kept.
             site.supervisor.stop_all()
             if not args.dir:
                 embedded.remove(directory)
+            if isinstance(stopped, KeyboardInterrupt):
+                # What a submitted run would say, that it goes on, is not true of a site that has ended.
+                raise KeyboardInterrupt("interrupted; everything that the rehearsal started has ended") from None
             raise
         if keep:
             _keep(site, args)
     if not keep and not args.dir:
         embedded.remove(directory)
     return int(result.exit_code)
+
+
+def _refuse_a_second() -> None:
+    """Raise ConflictError while a kept site is up: `k2ctl` finds only one by itself, the other would be forgotten."""
+    note = wiring.last_rehearsal_site()
+    if note.is_symlink():
+        _refuse_running(note.readlink().parent)
+
+
+def _refuse_running(directory: Path) -> None:
+    """Raise ConflictError if a site runs in the directory: starting there would lose the record of its processes."""
+    from infra.rehearsal.errors import SiteError
+    from infra.rehearsal.processes import recorded
+
+    try:
+        alive = [process for process in recorded(directory) if process.alive()]
+    except SiteError:
+        return  # no site, or none that this version could have started
+    if alive:
+        raise ConflictError(
+            "K2-CON-007",
+            "A rehearsal site is up already.",
+            where=str(directory),
+            got=f"{len(alive)} processes of it run",
+            expected="none",
+            hint=f"use it (`k2ctl status`), or end it: k2ctl rehearse --stop --dir {directory}",
+        )
+
+
+def _forget_results() -> None:
+    """Remove the results of earlier rehearsals, so that no receipt stands beside the result of another."""
+    results = _results_directory()
+    for path in (results / "result.json", *results.glob("*.receipt.json")):
+        path.unlink(missing_ok=True)
 
 
 def _banner(simulated: tuple[str, ...], directory: Path) -> None:
@@ -179,6 +221,8 @@ class Rehearsal:
                 result.error, result.exit_code = error.as_data(), error.exit_code
                 result.outcome = "reverted" if error.exit_code == ExitCode.REVERTED else "failed"
                 say(error.as_text())
+                if not self._args.keep:
+                    say("note:     this site ends now; with --keep it stays up to be looked at")
         self._enough_requests()
 
     def _await_retire(self) -> None:
@@ -328,6 +372,8 @@ def _stop_kept(args: Namespace) -> int:
     note = wiring.last_rehearsal_site()
     if args.dir:
         stopped = stop_recorded(Path(args.dir))
+        if note.is_symlink() and note.readlink().parent == Path(args.dir).resolve():
+            note.unlink()
         say(f"stopped {len(stopped)} processes of {args.dir}; its files stay")
         if args.json:
             print_json({"version": 1, "outcome": "stopped", "processes": len(stopped), "directory": args.dir})
@@ -340,7 +386,7 @@ def _stop_kept(args: Namespace) -> int:
     directory = note.readlink().parent
     stopped = stop_recorded(directory) if directory.is_dir() else ()
     note.unlink()
-    say(f"stopped {len(stopped)} processes; files stay in {directory}")
+    say(f"stopped {len(stopped)} processes; its files may be deleted: rm -rf {directory}")
     if args.json:
         print_json({"version": 1, "outcome": "stopped", "processes": len(stopped), "directory": str(directory)})
     return ExitCode.DONE

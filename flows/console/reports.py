@@ -13,11 +13,12 @@ import yaml
 
 from flows.console.submission import say
 from tasks import wiring
-from tasks.core.errors import CATALOGUE, ExitCode, InputError
+from tasks.core.errors import CATALOGUE, ExitCode, InputError, IntegrityError, NotReadyError, UnavailableError
 from tasks.core.lock import Lock, lock_from_data
 from tasks.core.plan import Plan, plan_rows
 from tasks.core.receipt_view import receipt_lines
 from tasks.core.render import render_serving
+from tasks.core.samples import Answer
 from tasks.core.spec import plain
 from tasks.core.units import format_bytes
 from tasks.progress import TerminalProgress
@@ -27,6 +28,9 @@ from tasks.steps.capacity import make_release_plan
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import get_receipt
 from tasks.steps.weights import make_accepted_lock
+
+_OK, _BAD_REQUEST, _SERVER_ERROR = 200, 400, 500
+_PASSING = (408, 429)
 
 
 def connect(args: Namespace) -> Ports:
@@ -46,8 +50,7 @@ def lock(args: Namespace) -> int:
     revision = ports.hub.resolve(args.repo, args.revision)
     made, _ = make_accepted_lock(ports.hub, args.repo, revision)
     path = Path(args.output) / made.file_name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(made.to_bytes())
+    _write(str(path), made.to_bytes())
     if args.json:
         print_json(
             {
@@ -77,7 +80,12 @@ def verify(args: Namespace) -> int:
         raise InputError(
             "K2-INP-001", "There is no such directory.", where="--dir", got=args.dir, expected="a directory of files"
         )
-    count_bytes = verify_directory(Path(args.dir), made, args.dir, args.threads, Stop())
+    try:
+        count_bytes = verify_directory(Path(args.dir), made, args.dir, args.threads, Stop())
+    except IntegrityError as error:
+        # Not the node's: the directory may be anybody's checkout.
+        error.hint = f"fetch these files again from {made.repo} at {made.revision}, then verify again"
+        raise
     if args.json:
         print_json({"version": 1, "ok": True, "files": len(made.files), "bytes": count_bytes, "digest": made.digest})
     say(f"ok: {len(made.files)} files, {format_bytes(count_bytes)}, have the digests of the lock {made.digest[:12]}")
@@ -119,12 +127,28 @@ def render(args: Namespace) -> int:
     objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
     text = json.dumps(objects, indent=2) + "\n" if args.json else yaml.safe_dump_all(objects, sort_keys=True)
     if args.output:
-        Path(args.output).write_text(text)
+        _write(args.output, text.encode())
         if args.json:
             print_json({"version": 1, "path": args.output, "objects": len(objects)})
     else:
         sys.stdout.write(text)
     return ExitCode.DONE
+
+
+def _write(path: str, data: bytes) -> None:
+    """Write a file that was asked for, its directory too; InputError if that place cannot be written."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise InputError(
+            "K2-INP-001",
+            "The file cannot be written.",
+            where=path,
+            got=error.strerror or type(error).__name__,
+            expected="a place that can be written",
+            hint="give another --output",
+        ) from error
 
 
 def _subject(ports: Ports, release: str) -> Subject:
@@ -182,6 +206,7 @@ def ask(args: Namespace) -> int:
     answer = ports.engine.ask(
         args.prompt, serving=args.serving, max_tokens=args.max_tokens, stream=True, timeout_s=120.0
     )
+    _check_answer(answer, args.serving)
     if args.json:
         print_json({"version": 1, **plain(answer)})
     else:
@@ -190,7 +215,32 @@ def ask(args: Namespace) -> int:
             f"status {answer.status}, {answer.finish_reason}, {answer.completion_tokens} tokens, first after "
             f"{answer.ttft_s:.3f} s, all after {answer.latency_s:.3f} s, served by {answer.served_by or 'nobody'}"
         )
-    return ExitCode.DONE if answer.status == 200 else ExitCode.UNAVAILABLE
+    return ExitCode.DONE
+
+
+def _check_answer(answer: Answer, serving: str) -> None:
+    """Refuse what is no answer, and an answer by another set than was asked: with no probe route the live one does.
+
+    Raises:
+        InputError: the request was refused (HTTP 4xx).
+        UnavailableError: anything else than an answer.
+        NotReadyError: another set than `serving` has answered.
+    """
+    wanted = f"an answer of set {serving}" if serving else "an answer"
+    if answer.status != _OK:
+        got = answer.error or (f"HTTP {answer.status}" if answer.status else "nothing")
+        if _BAD_REQUEST <= answer.status < _SERVER_ERROR and answer.status not in _PASSING:
+            raise InputError("K2-INP-001", "The request was refused.", where="PROMPT", got=got, expected=wanted)
+        raise UnavailableError("K2-UNA-001", "The prompt was not answered.", where="gateway", got=got, expected=wanted)
+    if serving and answer.served_by != serving:
+        raise NotReadyError(
+            "K2-RDY-002",
+            "No set of this serving digest has a probe route; another one has answered.",
+            where="--serving",
+            got=answer.served_by or "nobody says so",
+            expected=serving,
+            hint="`k2ctl status RELEASE` and `kubectl get httproute` show the sets that are up",
+        )
 
 
 def summary(data: Mapping[str, Any]) -> str:

@@ -56,7 +56,8 @@ def _check(args: Namespace) -> int:
             rows.append({"part": part, "ok": False, "says": str(error), "error": error.as_data()})
             errors.append(error)
     if args.json:
-        print_json({"version": 1, "site": ports.site.name, "ok": not errors, "parts": rows})
+        ended = {"outcome": "failed", "error": errors[0].as_data()} if errors else {"outcome": "done"}
+        print_json({"version": 1, "site": ports.site.name, **ended, "parts": rows})
     else:
         for row in rows:
             print(f"{'ok' if row['ok'] else 'NO':<4}{row['part']:<22}{row['says']}")
@@ -101,7 +102,13 @@ def _prefect(ports: Ports, _: Namespace) -> str:
     if not url:
         return "none is named: flows run in the process of k2ctl"
     if not answers(url):
-        raise UnavailableError("K2-UNA-001", "Prefect does not answer.", where=url, got="no healthy answer")
+        raise UnavailableError(
+            "K2-UNA-001",
+            "Prefect does not answer.",
+            where=url,
+            got="no healthy answer",
+            expected="HTTP 200 from /health",
+        )
     return f"healthy at {url}"
 
 

@@ -29,7 +29,7 @@ _REFUSED_IN_RUN = "Validation of flow parameters failed"
 # The one line that `str` of a K2Error is, in the message that Prefect makes of an exception.
 _ERROR_LINE = re.compile(
     r"(?P<code>K2-[A-Z]{3}-\d{3}) (?P<summary>.+?)(?:; where: (?P<where>.+?))?"
-    r"(?:; got: (?P<got>.*?), expected: (?P<expected>.*))?$",
+    r"(?:; got: (?P<got>.*?)(?=, expected: |$))?(?:[;,] expected: (?P<expected>.*))?$",
     re.DOTALL,
 )
 

@@ -244,9 +244,23 @@ def _http_error(error: Any, where: str) -> K2Error:
     if isinstance(error, (GatedRepoError, DisabledRepoError)):
         return InputError("K2-INP-002", "The Hub refuses this repository: gated or disabled.", where=where, hint=hint)
     if isinstance(error, RepositoryNotFoundError):
-        return InputError("K2-INP-002", "The Hub has no such repository.", where=where, hint=hint)
+        return InputError(
+            "K2-INP-002",
+            "The Hub has no such repository.",
+            where=where,
+            got="no such repository",
+            expected="owner/name",
+            hint=hint,
+        )
     if isinstance(error, RevisionNotFoundError):
-        return InputError("K2-INP-002", "The repository has no such revision.", where=where)
+        return InputError(
+            "K2-INP-002",
+            "The repository has no such revision.",
+            where=where,
+            got="no such revision",
+            expected="a branch, tag or commit of it",
+            hint=f"check the name at the Hub, or lock its main: `k2ctl lock {where.partition('@')[0]}`",
+        )
     if isinstance(error, EntryNotFoundError):
         return InputError("K2-INP-004", "The revision has no such file.", where=where)
     status = error.response.status_code

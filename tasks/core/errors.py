@@ -201,6 +201,12 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         "`k2ctl status` shows the step it stands at.",
     ),
     CatalogueEntry(
+        "K2-CON-007",
+        ExitCode.CONFLICT,
+        "A rehearsal site is up already, where another was to start.",
+        "Use it (`k2ctl status`) or end it: `k2ctl rehearse --stop`.",
+    ),
+    CatalogueEntry(
         "K2-RDY-001",
         ExitCode.NOT_READY,
         "The engines were not ready before the deadline.",
@@ -300,8 +306,9 @@ class K2Error(Exception):
         parts = [f"{self.code} {self.summary}"]
         if self.where:
             parts.append(f"where: {self.where}")
-        if self.got or self.expected:
-            parts.append(f"got: {self.got}, expected: {self.expected}")
+        sides = [f"{name}: {value}" for name, value in (("got", self.got), ("expected", self.expected)) if value]
+        if sides:
+            parts.append(", ".join(sides))
         return "; ".join(parts)
 
     def as_text(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.core.errors import IntegrityError
-from tasks.core.identity import canonical_bytes, sha256_hex
+from tasks.core.identity import canonical_bytes, digest_of, sha256_hex
 from tasks.core.lock import Lock
 from tasks.core.verify import ObservedFile, compare
 
@@ -80,6 +80,18 @@ class Marker:
     def digest(self) -> str:
         """The sha256 of the canonical bytes."""
         return sha256_hex(self.to_bytes())
+
+    @property
+    def content_digest(self) -> str:
+        """The digest of what was proved: which machine holds which bytes of which lock.
+
+        When that was, and the files' times and inodes, are left out: a file that was repaired from the store changes
+        those and proves the same.
+        """
+        files = [{"path": f.path, "size_bytes": f.size_bytes, "sha256": f.sha256} for f in self.files]
+        kept = ("version", "lock_digest", "repo", "revision", "node", "node_uid")
+        data = self.to_data()
+        return digest_of({**{key: data[key] for key in kept}, "files": sorted(files, key=lambda f: str(f["path"]))})
 
 
 def marker_from_data(data: Mapping[str, Any]) -> Marker:

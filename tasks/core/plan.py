@@ -167,7 +167,7 @@ def make_plan(
     runs = change not in (NONE, POLICY)
     needed = release.profile.nodes
     each = release.profile.gpus_per_node
-    chosen = _choose(nodes, needed, each, digest[:12]) if runs else ()
+    chosen = _choose(nodes, needed, each, digest[:12], live.release if live else "") if runs else ()
     spares = tuple(n.name for n in nodes if n.carries(each) and n.name not in chosen) if runs else ()
     unstaged = sum(digest[:12] not in n.staged for n in nodes if n.name in {*chosen, *spares})
     missing = {file.sha256: file.size_bytes for file in lock.files if not blobs_present.get(file.sha256, False)}
@@ -193,7 +193,7 @@ def make_plan(
     )
 
 
-def _choose(nodes: Sequence[NodeFacts], needed: int, gpus: int, lock12: str) -> tuple[str, ...]:
+def _choose(nodes: Sequence[NodeFacts], needed: int, gpus: int, lock12: str, live: str) -> tuple[str, ...]:
     """Return the nodes for the candidate: those it has, then those that hold the weights already, then by name."""
     free = sorted(
         (n for n in nodes if n.free(gpus)),
@@ -207,18 +207,22 @@ def _choose(nodes: Sequence[NodeFacts], needed: int, gpus: int, lock12: str) -> 
             where=taken or "the pool is empty",
             got=f"{len(free)} free of {len(nodes)}",
             expected=f"{needed} whole free nodes",
-            hint=_hint(nodes),
+            hint=_hint(nodes, needed, gpus, live),
         )
     return tuple(n.name for n in free[:needed])
 
 
-def _hint(nodes: Sequence[NodeFacts]) -> str:
-    """Return what frees nodes: retiring a release that has some and is not live is the usual way."""
-    releases = sorted({pod.release for node in nodes if node.usable for pod in node.used_by if pod.release})
-    if not releases:
-        return ""
-    listed = " or ".join(releases)
-    return f"if it is not live: `k2ctl retire {listed} -y` (`k2ctl status` names the live one); or a smaller topology"
+def _hint(nodes: Sequence[NodeFacts], needed: int, gpus: int, live: str) -> str:
+    """Return what frees nodes: retiring a release that has some and is not live, where that can be enough."""
+    fit = [node for node in nodes if node.carries(gpus)]
+    others = {pod.release for node in fit for pod in node.used_by if pod.release} - {live}
+    could_be_free = [n for n in fit if n.free(gpus) or (n.used_by and all(p.release in others for p in n.used_by))]
+    if len(could_be_free) < needed:
+        return (
+            f"choose a smaller topology or add nodes: beside the live set {len(could_be_free)} of {len(nodes)} nodes "
+            f"can be free, {needed} are needed"
+        )
+    return f"take down what is not live: `k2ctl retire {' or '.join(sorted(others))} -y`" if others else ""
 
 
 def _why_not_free(node: NodeFacts, gpus: int) -> str:

@@ -50,7 +50,7 @@ def _node_lines(body: Mapping[str, Any]) -> list[str]:
     """Return a line for each node: the marker that proves its files, and the pod that stood on it."""
     pods = {row["node"]: f"{row['role']} rank {row['node_rank']}, {row['pod']}" for row in body.get("placement", [])}
     return [
-        f"node          {row['node']:<12} {row.get('files', '?')} files, marker {row['marker_sha256'][:_SHORT]}"
+        f"node          {row['node']:<12} {row.get('files', '?')} files, marker {row['marker_content_sha256'][:_SHORT]}"
         f"  {pods.get(row['node'], '')}".rstrip()
         for row in body["nodes"]
     ]

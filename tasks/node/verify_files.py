@@ -23,6 +23,8 @@ from tasks.node.workers import attempt, run_all
 
 _TRIES = 4
 _NAMED = 10
+_MISSING = "no such file"
+_NAMED_IN_HINT = 3
 
 
 def verify_directory(
@@ -41,9 +43,7 @@ def verify_directory(
         progress.finish()
     result = compare(lock, (file for file in observed if file is not None))
     if not result.ok:
-        raise _difference(
-            node, [*result.mismatched, *(Mismatch(path, "no such file", "") for path in result.missing)], lock
-        )
+        raise _difference(node, [*result.mismatched, *(Mismatch(path, _MISSING, "") for path in result.missing)], lock)
     return lock.total_bytes
 
 
@@ -72,13 +72,14 @@ def _observe(
 
 def _difference(node: str, problems: list[Mismatch], lock: Lock) -> IntegrityError:
     first = problems[0]
+    there = [problem.path for problem in problems if problem.got != _MISSING]
     return IntegrityError(
         "K2-INT-002",
-        f"{len(problems)} of {len(lock.files)} files on the node differ from the lock.",
+        f"{len(problems)} of {len(lock.files)} files are missing or differ from the lock.",
         where=f"{node}: {first.path}",
         got=first.got,
         expected=first.expected or lock.file(first.path).sha256,
-        hint=f"Delete {first.path} on {node}, start no engine there: the next release of these weights stages it.",
+        hint=_hint(node, there),
         details={
             "node": node,
             "problems": [
@@ -87,6 +88,15 @@ def _difference(node: str, problems: list[Mismatch], lock: Lock) -> IntegrityErr
             ],
         },
     )
+
+
+def _hint(node: str, wrong: list[str]) -> str:
+    """Return what puts it right. A wrong file has to go: its time may say that it is the one that was verified."""
+    if not wrong:
+        return f"start no engine on {node}: the next release of these weights stages what is missing"
+    more = f" and {len(wrong) - _NAMED_IN_HINT} more" if len(wrong) > _NAMED_IN_HINT else ""
+    files = ", ".join(wrong[:_NAMED_IN_HINT]) + more
+    return f"Delete {files} on {node}, start no engine there: the next release of these weights stages it."
 
 
 def _work(arguments: argparse.Namespace, stop: Stop) -> Mapping[str, Any]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tasks.core.errors import IntegrityError, K2Error
-from tasks.core.identity import digest_of, sha256_hex
+from tasks.core.identity import digest_of
 from tasks.core.lock import Lock
-from tasks.core.marker import check_marker_against_lock, marker_from_data
+from tasks.core.marker import check_marker_against_lock
 from tasks.core.render import render_verify_job
 from tasks.core.spec import plain, serving_form
 from tasks.steps.context import Ports
 from tasks.steps.documents import get_by_digest, get_lock
 from tasks.steps.jobs import JobResult, follow_jobs
 from tasks.steps.receipts import GATES, check_nodes
-from tasks.steps.staging import read_marker_bytes
+from tasks.steps.staging import parse_marker, read_marker_bytes
 
 _VERIFY_DEADLINE_S = 2 * 3600.0
 
@@ -51,23 +50,37 @@ def verify_receipt(ports: Ports, body: Mapping[str, Any]) -> list[dict[str, str]
     jobs = [render_verify_job(lock, ports.site, ports.templates, tool_image, node) for node in nodes]
     total = lock.total_bytes * len(jobs)
     ended = follow_jobs(ports, "verify", jobs, total, _VERIFY_DEADLINE_S, stop_at_failure=False)
-    for node, result in zip(nodes, _all_done(ports, ended), strict=True):
+    for node, result in zip(nodes, _all_done(ports, nodes, ended), strict=True):
         _expect(f"{node}: files checked", str(result.message["checked"]), str(len(lock.files)))
         rows.append({"what": f"{node}: {result.message['checked']} files", "digest": lock.digest})
     return rows
 
 
-def _all_done(ports: Ports, ended: Sequence[JobResult | K2Error]) -> list[JobResult]:
+def _all_done(ports: Ports, nodes: Sequence[str], ended: Sequence[JobResult | K2Error]) -> list[JobResult]:
     """Return the results if every Job has one; say every error, and raise the gravest: wrong bytes before no answer."""
     errors = [result for result in ended if isinstance(result, K2Error)]
     if errors:
         gravest = next((error for error in errors if isinstance(error, IntegrityError)), errors[0])
         others = [error for error in errors if error is not gravest]
-        for other in others:
-            ports.progress.say(f"also: {other}")
+        for node, result in zip(nodes, ended, strict=True):
+            if isinstance(result, JobResult):
+                ports.progress.say(f"ok: {node}, {result.message['checked']} files")
+        for line in [line for error in [gravest, *others] for line in _further(error, error is not gravest)]:
+            ports.progress.say(f"also: {line}")
         gravest.details = {**gravest.details, "also": [other.as_data() for other in others]}
         raise gravest
     return [result for result in ended if isinstance(result, JobResult)]
+
+
+def _further(error: K2Error, with_first: bool) -> list[str]:
+    """Return a line for each file that an error names, the first only where it is not shown as the error itself."""
+    node = error.details.get("node", "")
+    lines = [
+        f"{node}: {p['path']}; got: {p['got']}, expected: {p['expected']}" for p in error.details.get("problems", [])
+    ]
+    if not lines:
+        return [str(error)] if with_first else []
+    return lines if with_first else lines[1:]
 
 
 def _nodes_of(release: Mapping[str, Any]) -> int:
@@ -75,11 +88,23 @@ def _nodes_of(release: Mapping[str, Any]) -> int:
 
 
 def _marker_row(ports: Ports, lock: Lock, row: Mapping[str, Any]) -> dict[str, str]:
-    """Recompute the digest of a node's marker, and check that it speaks of that node and every file of the lock."""
-    node, data = row["node"], read_marker_bytes(ports, lock, row["node"])
-    _expect(f"{node}: marker", sha256_hex(data), row["marker_sha256"])
-    check_marker_against_lock(marker_from_data(json.loads(data)), lock, node)
-    return {"what": f"{node}: marker", "digest": row["marker_sha256"]}
+    """Check that a node's marker speaks of that node and every file of the lock, and proves what it proved then.
+
+    A repair from the store writes the marker anew, with other times; what it proves stays the same.
+    """
+    node = row["node"]
+    marker = parse_marker(read_marker_bytes(ports, lock, node), node)
+    check_marker_against_lock(marker, lock, node)
+    if marker.content_digest != row["marker_content_sha256"]:
+        raise IntegrityError(
+            "K2-INT-003",
+            "The node's marker does not prove what the receipt says.",
+            where=f"{node}: marker",
+            got=marker.content_digest,
+            expected=row["marker_content_sha256"],
+            hint=f"was {node} replaced by another machine of that name? Its marker names the machine {marker.node_uid}",
+        )
+    return {"what": f"{node}: marker", "digest": marker.content_digest}
 
 
 def _serving_rows(body: Mapping[str, Any]) -> list[dict[str, str]]:

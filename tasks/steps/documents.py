@@ -112,7 +112,15 @@ def get_receipt(store: Store, release: str) -> dict[str, Any]:
     try:
         data, _ = store.get(key)
     except KeyError as error:
-        raise InputError("K2-INP-007", "The release has no receipt: it was never promoted.", where=release) from error
+        there = [item.key.removeprefix("receipts/").removesuffix(".json") for item in store.list_objects("receipts/")]
+        raise InputError(
+            "K2-INP-007",
+            "The release has no receipt: it was never promoted on this site.",
+            where=release,
+            got="none",
+            expected=", ".join(there) or "no release has one yet",
+            hint=f"k2ctl status {release}",
+        ) from error
     envelope: dict[str, Any] = json.loads(data)
     body, digest = envelope["receipt"], envelope["sha256"]
     if sha256_hex(canonical_bytes(body)) != digest:

@@ -247,6 +247,9 @@ def _show(
     seen: dict[str, float],
     total_bytes: int,
 ) -> None:
+    if not total_bytes:
+        ports.progress.show(step, len(results), len(running), "jobs")
+        return
     for job in running:
         if job.name not in results and (progress := _progress(ports, job)) is not None:
             seen[job.name] = progress

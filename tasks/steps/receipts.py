@@ -103,7 +103,7 @@ def receipt_step(ports: Ports, subject: Subject) -> tuple[dict[str, Any], str]:
 
 def check_nodes(release: str, rows: Sequence[Mapping[str, Any]], needed: int) -> None:
     """Raise IntegrityError unless the rows name as many nodes as the set has, each with the digest of its marker."""
-    named = {row["node"] for row in rows if row.get("marker_sha256")}
+    named = {row["node"] for row in rows if row.get("marker_content_sha256")}
     if len(named) != needed or len(rows) != needed:
         raise IntegrityError(
             "K2-INT-003",

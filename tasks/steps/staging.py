@@ -60,7 +60,11 @@ def stage_step(ports: Ports, subject: Subject, nodes: Sequence[str], spares: Seq
 def _publish(ports: Ports, lock: Lock, rows: Sequence[Mapping[str, Any]]) -> None:
     """Publish what each node has as a table that fits a screen; the ledger keeps the digests in full."""
     shown = [
-        {**row, "bytes_written": format_bytes(row["bytes_written"]), "marker_sha256": row["marker_sha256"][:12]}
+        {
+            **row,
+            "bytes_written": format_bytes(row["bytes_written"]),
+            "marker_content_sha256": row["marker_content_sha256"][:12],
+        }
         for row in rows
     ]
     ports.progress.table("staging", shown, f"Staging of {lock.digest[:12]}")
@@ -87,12 +91,12 @@ def _barrier(ports: Ports, lock: Lock, node: str, message: Mapping[str, Any]) ->
             expected=str(message.get("marker_sha256")),
         )
     require_markers(ports, lock, [node])
-    marker = _parse_marker(data, node)
+    marker = parse_marker(data, node)
     return {
         "node": node,
         "outcome": "verified",
         "files": len(marker.files),
-        "marker_sha256": marker.digest,
+        "marker_content_sha256": marker.content_digest,
         "bytes_written": int(message.get("bytes_written", 0)),
         "files_kept": int(message.get("files_kept", 0)),
     }
@@ -113,7 +117,7 @@ def require_markers(ports: Ports, lock: Lock, nodes: Sequence[str]) -> None:
     """Check that every node's marker covers the lock; IntegrityError names the first that does not (I2)."""
     uids = node_uids(ports, nodes)
     for node in nodes:
-        marker = _parse_marker(read_marker_bytes(ports, lock, node), node)
+        marker = parse_marker(read_marker_bytes(ports, lock, node), node)
         check_marker_against_lock(marker, lock, node)
         if marker.node_uid != uids[node]:
             raise IntegrityError(
@@ -125,7 +129,8 @@ def require_markers(ports: Ports, lock: Lock, nodes: Sequence[str]) -> None:
             )
 
 
-def _parse_marker(data: bytes, node: str) -> Marker:
+def parse_marker(data: bytes, node: str) -> Marker:
+    """Return the marker of its file's bytes; IntegrityError if they are not one."""
     try:
         return marker_from_data(json.loads(data))
     except ValueError as error:
@@ -162,7 +167,7 @@ def _spare_row(ports: Ports, lock: Lock, node: str, result: JobResult | K2Error)
             "node": node,
             "outcome": "not staged",
             "files": 0,
-            "marker_sha256": "",
+            "marker_content_sha256": "",
             "bytes_written": 0,
             "files_kept": 0,
         }

@@ -16,6 +16,7 @@ from flows.console import releasing
 from flows.console.submission import Ended
 from tasks import wiring
 from tasks.core.errors import CATALOGUE, UnavailableError, error_from_data
+from tasks.core.samples import Answer
 from tasks.ports import BackendCounts
 from tasks.specs import load_release, load_site
 from tests.fakes.checkpoints import REPO, REVISION, contents, lock_of
@@ -99,10 +100,18 @@ def test_every_command_has_its_function(command):
 
 
 @pytest.mark.parametrize("argv", [["nonsense"], [], ["plan"], ["release", "r", "--local", "--submit"]])
-def test_a_command_line_that_does_not_parse_is_exit_2(argv):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(argv)
-    assert caught.value.code == 2
+def test_a_command_line_that_does_not_parse_is_exit_2_and_one_document_with_json(capsys, argv):
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert "usage: k2ctl" in err and "--help" in err
+    code, out, _ = run(capsys, *argv, "--json")
+    assert (code, json.loads(out)["error"]["code"]) == (2, "K2-INP-001")
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "many"])
+@pytest.mark.parametrize("argv", [["verify", "l", "--dir", "d", "--threads"], ["ask", "p", "--max-tokens"]])
+def test_counts_begin_at_one(capsys, argv, value):
+    assert run(capsys, *argv, value)[0] == 2
 
 
 @pytest.mark.parametrize("code", CATALOGUE)
@@ -188,6 +197,9 @@ def test_render_writes_objects_as_yaml(capsys, site, tmp_path):
     assert (code, kinds) == (0, ["LeaderWorkerSet", "LeaderWorkerSet", "Service", "Deployment", "HTTPRoute"])
     assert run(capsys, "render", WHAT.id, "-o", str(tmp_path / "out.yaml"))[1] == ""
     assert (tmp_path / "out.yaml").read_text() == out
+    (tmp_path / "a-file").write_text("")
+    code, _, err = run(capsys, "render", WHAT.id, "-o", str(tmp_path / "a-file" / "out.yaml"))
+    assert (code, "cannot be written" in err) == (2, True)
 
 
 def test_lock_writes_the_lock_file(capsys, site, tmp_path):
@@ -318,7 +330,7 @@ def test_site_check_asks_every_part_though_one_does_not_answer(capsys, site, mon
     object.__setattr__(site.site, "prefect_api_url", "http://127.0.0.1:9/api")
     code, out, err = run(capsys, "site", "check", "--json")
     said = json.loads(out)
-    assert (code, said["ok"]) == (11, False)
+    assert (code, said["outcome"], said["error"]["where"]) == (11, "failed", "http://hub")
     assert [part["part"] for part in said["parts"] if not part["ok"]] == ["hub", "prefect"]
     assert "http://hub" in err
     assert "http://127.0.0.1:9/api" in err
@@ -371,6 +383,24 @@ def test_ask(capsys, site):
     assert "42" in out and "served by abc" in err
     site.engine.sets["abc"] = Behaviour(status=503)
     assert run(capsys, "ask", "hello", "--serving", "abc")[0] == 11
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 11), (400, 2), (404, 2), (408, 11), (429, 11), (500, 11)])
+def test_what_is_no_answer_is_an_error_of_ours(capsys, site, monkeypatch, status, code):
+    monkeypatch.setattr(site.engine, "ask", lambda *_a, **_k: Answer(status, "", "", 0, 0, False, 0.1, 0.1, ""))
+    done, out, _ = run(capsys, "ask", "hello", "--json")
+    said = json.loads(out)
+    assert (done, said["outcome"]) == (code, "failed")
+    assert said["error"]["got"] == (f"HTTP {status}" if status else "nothing")
+
+
+def test_an_answer_of_another_set_is_not_taken_for_the_one_that_was_asked(capsys, site, monkeypatch):
+    ask = site.engine.ask
+    site.engine.sets["abc"] = Behaviour()
+    monkeypatch.setattr(site.engine, "ask", lambda prompt, **how: ask(prompt, **{**how, "serving": "abc"}))
+    code, out, err = run(capsys, "ask", "hello", "--serving", "deadbeef0000")
+    assert (code, out) == (6, "")
+    assert "abc" in err
 
 
 def test_an_error_text_holds_no_python_names(capsys, site):

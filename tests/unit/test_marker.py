@@ -25,6 +25,28 @@ MARKER = Marker(
 STATS = [FileStat(f.path, f.size_bytes, f.mtime_ns, f.inode) for f in MARKER.files]
 
 
+def test_what_a_marker_proves_stays_the_same_when_a_file_is_repaired():
+    repaired = replace(with_first(mtime_ns=7, inode=7), verified_at="2027-01-01T00:00:00Z", tool="k2-release 1")
+    assert repaired.digest != MARKER.digest
+    assert repaired.content_digest == MARKER.content_digest
+    assert replace(MARKER, files=MARKER.files[::-1]).content_digest == MARKER.content_digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: replace(MARKER, node="node-2"),
+        lambda: replace(MARKER, node_uid="another machine"),
+        lambda: replace(MARKER, lock_digest="f" * 64),
+        lambda: replace(MARKER, files=MARKER.files[1:]),
+        lambda: with_first(sha256="f" * 64),
+        lambda: with_first(size_bytes=1),
+    ],
+)
+def test_another_machine_or_other_bytes_prove_something_else(change):
+    assert change().content_digest != MARKER.content_digest
+
+
 def with_first(**changes):
     return replace(MARKER, files=(replace(MARKER.files[0], **changes), *MARKER.files[1:]))
 

@@ -124,14 +124,24 @@ def test_too_few_free_nodes_are_named_with_the_reason():
 
 
 def test_whoever_has_the_nodes_is_named_and_how_to_free_them():
-    pods = (Occupant("k2/old-decode-0", "k2-old-1"), Occupant("k2/old-decode-1", "k2-old-1"), Occupant("other/x", ""))
+    pods = tuple(Occupant(f"k2/old-decode-{n}", "k2-old-1") for n in range(3))
+    taken = [replace(node("node-1", used=8), used_by=pods), node("node-2", used=8), node("node-3"), node("node-4")]
     with pytest.raises(CapacityError) as caught:
-        made(BASE, [replace(node("node-1", used=8), used_by=pods), node("node-2", used=8)])
+        made(BASE, taken)
     assert caught.value.where == (
         "node-1: 8 of 8 GPUs in use by k2/old-decode-0 of k2-old-1, k2/old-decode-1 of k2-old-1 and 1 more; "
         "node-2: 8 of 8 GPUs in use"
     )
     assert "k2ctl retire k2-old-1 -y" in caught.value.hint
+
+
+@pytest.mark.parametrize("release_id", [BASE.id, ""])
+def test_nobody_is_told_to_retire_what_is_live_or_not_ours(release_id):
+    taken = [replace(node(f"node-{n}", used=8), used_by=(Occupant("k2/x", release_id),)) for n in range(1, 4)]
+    with pytest.raises(CapacityError) as caught:
+        made(release("k2-live-2", args={"context-length": 8192}), taken, of=live())
+    assert "retire" not in caught.value.hint
+    assert "0 of 3 nodes" in caught.value.hint
 
 
 def test_a_node_without_its_gpus_is_no_spare_either():

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
+from flows import cli
 from flows.console.rehearsing import Outcome, blame
+from infra.rehearsal.processes import ProcessSpec, Supervisor
+from tasks import wiring
 from tasks.core.errors import ExitCode
 
 
@@ -41,3 +47,37 @@ def test_a_client_without_a_report_is_no_proof() -> None:
     result = Outcome("k2-rehearsal-2", "promoted", ExitCode.DONE)
     blame(result, 1000)
     assert result.exit_code == 1
+
+
+@pytest.fixture
+def running_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A site's directory in which a process runs, noted as the kept one."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    directory = tmp_path / "kept"
+    directory.mkdir()
+    with Supervisor(directory) as supervisor:
+        supervisor.start(ProcessSpec("sleeper", (sys.executable, "-c", "import time; time.sleep(60)")))
+        note = wiring.last_rehearsal_site()
+        note.parent.mkdir(parents=True)
+        note.symlink_to(directory / "site.yaml")
+        yield directory
+
+
+@pytest.mark.parametrize("more", [["--keep"], ["--site-only"]])
+def test_a_second_kept_site_is_refused(
+    running_site: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["rehearse", "--dir", str(tmp_path / "other"), *more]) == 7
+    assert f"k2ctl rehearse --stop --dir {running_site}" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_directory_of_a_running_site_is_refused_and_its_record_stays(running_site: Path) -> None:
+    before = (running_site / "state.json").read_bytes()
+    assert cli.main(["rehearse", "--dir", str(running_site)]) == 7
+    assert (running_site / "state.json").read_bytes() == before
+
+
+def test_a_stopped_site_by_its_directory_is_no_longer_the_kept_one(running_site: Path) -> None:
+    assert cli.main(["rehearse", "--stop", "--dir", str(running_site)]) == 0
+    assert not wiring.last_rehearsal_site().is_symlink()

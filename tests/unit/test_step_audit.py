@@ -1,11 +1,12 @@
 """`receipt --verify`: every digest is computed again, down to the nodes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from tasks.core.errors import InputError, IntegrityError, UnavailableError
-from tasks.core.identity import sha256_hex
+from tasks.core.marker import marker_from_data
 from tasks.steps.audit import verify_receipt
 from tests.fakes.pipeline import bring_up, promote
 from tests.fakes.small_world import World, release
@@ -104,8 +105,8 @@ def test_a_node_that_looked_at_fewer_files_is_not_believed(done):
         lambda body: body["nodes"].pop(),
         lambda body: body["nodes"].append(body["nodes"][0]),
         lambda body: body["nodes"].__setitem__(1, body["nodes"][0]),
-        lambda body: body["nodes"][1].update(marker_sha256=""),
-        lambda body: body["nodes"][1].update(marker_sha256="0" * 64),
+        lambda body: body["nodes"][1].update(marker_content_sha256=""),
+        lambda body: body["nodes"][1].update(marker_content_sha256="0" * 64),
         lambda body: body.update(gates={}),
         lambda body: body["gates"].pop("smoke"),
     ],
@@ -118,6 +119,43 @@ def test_a_receipt_that_proves_too_little_is_refused(done, change):
     assert caught.value.code == "K2-INT-003"
 
 
+def test_a_file_that_was_repaired_from_the_store_leaves_the_receipt_right(done):
+    world, body = done
+    key = next(key for key in world.store.objects if key.startswith("markers/node-2/"))
+    before = marker_from_data(json.loads(world.store.objects[key]))
+    first, *rest = before.files
+    after = replace(before, files=(replace(first, mtime_ns=7, inode=7), *rest), verified_at="2027-01-01T00:00:00Z")
+    world.store.objects[key] = after.to_bytes()
+    assert len(verify(world, body)) == 12
+
+
+def test_another_machine_of_the_same_name_is_said_so(done):
+    world, body = done
+    key = next(key for key in world.store.objects if key.startswith("markers/node-2/"))
+    before = marker_from_data(json.loads(world.store.objects[key]))
+    world.store.objects[key] = replace(before, node_uid="new").to_bytes()
+    with pytest.raises(IntegrityError) as caught:
+        verify(world, body)
+    assert (caught.value.where, "replaced by another machine" in caught.value.hint) == ("node-2: marker", True)
+
+
+def test_every_file_of_every_node_is_said(done):
+    world, body = done
+    prefix = f"k2-verify-{body['lock']['digest'][:8]}"
+    for name in ("node-2", "node-3"):
+        problems = [{"path": f"{name}-{n}", "got": "a", "expected": "b"} for n in (1, 2)]
+        error = IntegrityError(
+            "K2-INT-002", "Other bytes.", where=f"{name}: {name}-1", details={"node": name, "problems": problems}
+        )
+        world.broken_jobs[f"{prefix}-{name}"] = error.as_data()
+    with pytest.raises(IntegrityError):
+        verify(world, body)
+    said = [line for line in world.progress.lines if line.startswith(("also", "ok"))]
+    assert said == ["ok: node-1, 5 files"] + [
+        f"also: {where}; got: a, expected: b" for where in ("node-2: node-2-2", "node-3: node-3-1", "node-3: node-3-2")
+    ]
+
+
 def test_a_marker_that_is_of_another_node_or_is_gone_does_not_hold(done):
     world, body = done
     key = next(key for key in world.store.objects if key.startswith("markers/node-2/"))
@@ -126,7 +164,7 @@ def test_a_marker_that_is_of_another_node_or_is_gone_does_not_hold(done):
     with pytest.raises(IntegrityError):
         verify(world, body)
     foreign = json.loads(json.dumps(body))
-    foreign["nodes"][1]["marker_sha256"] = sha256_hex(other)
+    foreign["nodes"][1]["marker_content_sha256"] = marker_from_data(json.loads(other)).content_digest
     with pytest.raises(IntegrityError) as caught:
         verify(world, foreign)
     assert caught.value.code == "K2-INT-004"

@@ -157,7 +157,7 @@ def test_the_receipt_pins_everything(world):
     body = get_receipt(world.store, NEW.id)
     assert body["lock"]["digest"] == subject.lock.digest
     assert [row["node"] for row in body["nodes"]] == ["node-4", "node-5", "node-6"]
-    assert all(len(row["marker_sha256"]) == 64 for row in body["nodes"])
+    assert all(len(row["marker_content_sha256"]) == 64 for row in body["nodes"])
     assert {name: gate["verdict"]["outcome"] for name, gate in body["gates"].items()} == {
         "smoke": "pass", "throughput": "pass"
     }  # fmt: skip

@@ -48,7 +48,7 @@ def test_nodes_and_spares_are_staged_and_labelled():
     ]  # fmt: skip
     assert data["bytes_written"] == 3 * staged.lock.total_bytes
     marker = marker_from_data(json.loads(staged.world.store.objects[staged.marker_key("node-1")]))
-    assert data["nodes"][0]["marker_sha256"] == marker.digest
+    assert data["nodes"][0]["marker_content_sha256"] == marker.content_digest
 
 
 def test_twice_writes_no_byte():
