@@ -15,10 +15,11 @@ from typing import Any
 
 from flows.console.cpu_clock import CpuClock
 from flows.console.injecting import INJECTIONS, Injector
+from flows.console.kept_site import note_kept, refuse_a_second, refuse_running, stop_kept
 from flows.console.reports import print_json
 from flows.console.submission import say, show_steps_here, submit, use_api
 from tasks import wiring
-from tasks.core.errors import ConflictError, ExitCode, InputError, K2Error
+from tasks.core.errors import ExitCode, InputError, K2Error
 from tasks.progress import TerminalProgress
 from tasks.specs import load_base
 from tasks.steps.context import Ports
@@ -54,7 +55,7 @@ def rehearse(args: Namespace) -> int:
     from infra.rehearsal import site as embedded
 
     if args.stop:
-        return _stop_kept(args)
+        return stop_kept(args)
     unknown = [name for name in args.inject if name not in INJECTIONS]
     if unknown:
         raise InputError(
@@ -66,9 +67,9 @@ def rehearse(args: Namespace) -> int:
         )
     keep = args.keep or args.site_only
     if keep:
-        _refuse_a_second()
+        refuse_a_second()
     if args.dir:
-        _refuse_running(Path(args.dir))
+        refuse_running(Path(args.dir))
     directory = Path(args.dir or tempfile.mkdtemp(prefix="k2-rehearsal-"))
     directory.mkdir(parents=True, exist_ok=True)
     _forget_results()
@@ -92,37 +93,10 @@ def rehearse(args: Namespace) -> int:
                 raise KeyboardInterrupt("interrupted; everything that the rehearsal started has ended") from None
             raise
         if keep:
-            _keep(site, args)
+            note_kept(site, args)
     if not keep and not args.dir:
         embedded.remove(directory)
     return int(result.exit_code)
-
-
-def _refuse_a_second() -> None:
-    """Raise ConflictError while a kept site is up: `k2ctl` finds only one by itself, the other would be forgotten."""
-    note = wiring.last_rehearsal_site()
-    if note.is_symlink():
-        _refuse_running(note.readlink().parent)
-
-
-def _refuse_running(directory: Path) -> None:
-    """Raise ConflictError if a site runs in the directory: starting there would lose the record of its processes."""
-    from infra.rehearsal.errors import SiteError
-    from infra.rehearsal.processes import recorded
-
-    try:
-        alive = [process for process in recorded(directory) if process.alive()]
-    except SiteError:
-        return  # no site, or none that this version could have started
-    if alive:
-        raise ConflictError(
-            "K2-CON-007",
-            "A rehearsal site is up already.",
-            where=str(directory),
-            got=f"{len(alive)} processes of it run",
-            expected="none",
-            hint=f"use it (`k2ctl status`), or end it: k2ctl rehearse --stop --dir {directory}",
-        )
 
 
 def _forget_results() -> None:
@@ -348,45 +322,3 @@ def _print_result(document: dict[str, Any]) -> None:
         print(document["users"])
     if document["receipt"]:
         print(f"receipt: {document['receipt']}")
-
-
-def _keep(site: Any, args: Namespace) -> None:
-    """Note the kept site where `k2ctl` looks for it, and say how to use and end it."""
-    note = wiring.last_rehearsal_site()
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.unlink(missing_ok=True)
-    note.symlink_to(site.site_path)
-    say("\nThe site stays up:")
-    say(f"  site file   {site.site_path}   (k2ctl finds it by itself)")
-    say(f"  gateway     {site.gateway_url}/v1/chat/completions")
-    say(f"  Prefect     {site.prefect.api_url.removesuffix('/api')}")
-    say(f"  kubectl     KUBECONFIG={site.control_plane.kubeconfig} kubectl get pods")
-    say("  try         k2ctl status; k2ctl ask 'What is 17 + 25?'; k2ctl plan k2-rehearsal-2")
-    say("  end it      k2ctl rehearse --stop")
-
-
-def _stop_kept(args: Namespace) -> int:
-    """Stop the site that was kept; only processes that it recorded and that are still those."""
-    from infra.rehearsal.processes import stop_recorded
-
-    note = wiring.last_rehearsal_site()
-    if args.dir:
-        stopped = stop_recorded(Path(args.dir))
-        if note.is_symlink() and note.readlink().parent == Path(args.dir).resolve():
-            note.unlink()
-        say(f"stopped {len(stopped)} processes of {args.dir}; its files stay")
-        if args.json:
-            print_json({"version": 1, "outcome": "stopped", "processes": len(stopped), "directory": args.dir})
-        return ExitCode.DONE
-    if not note.is_symlink():
-        say("no rehearsal site was kept")
-        if args.json:
-            print_json({"version": 1, "outcome": "none-kept", "processes": 0, "directory": None})
-        return ExitCode.DONE
-    directory = note.readlink().parent
-    stopped = stop_recorded(directory) if directory.is_dir() else ()
-    note.unlink()
-    say(f"stopped {len(stopped)} processes; its files may be deleted: rm -rf {directory}")
-    if args.json:
-        print_json({"version": 1, "outcome": "stopped", "processes": len(stopped), "directory": str(directory)})
-    return ExitCode.DONE
