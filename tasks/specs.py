@@ -214,8 +214,10 @@ def _read_all(place: Path | Traversable, what: str) -> list[Object]:
         line = f":{mark.line + 1}" if mark is not None else ""
         raise InputError(
             "K2-INP-001",
-            f"The {what} file is not valid YAML: {getattr(error, 'problem', None) or error}.",
+            f"The {what} file is not valid YAML.",
             where=f"{place}{line}",
+            got=str(getattr(error, "problem", None) or error),
+            expected="valid YAML",
         ) from error
     for document in documents:
         if not isinstance(document, dict):

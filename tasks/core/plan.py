@@ -222,7 +222,9 @@ def _hint(nodes: Sequence[NodeFacts], needed: int, gpus: int, live: str) -> str:
             f"choose a smaller topology or add nodes: beside the live set {len(could_be_free)} of {len(nodes)} nodes "
             f"can be free, {needed} are needed"
         )
-    return f"take down what is not live: `k2ctl retire {' or '.join(sorted(others))} -y`" if others else ""
+    return (
+        f"take down what is not live: {' or '.join(f'`k2ctl retire {r} -y`' for r in sorted(others))}" if others else ""
+    )
 
 
 def _why_not_free(node: NodeFacts, gpus: int) -> str:

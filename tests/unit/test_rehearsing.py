@@ -53,6 +53,8 @@ def test_a_client_without_a_report_is_no_proof() -> None:
 def running_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A site's directory in which a process runs, noted as the kept one."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    # Whoever is not refused would start a whole rehearsal here.
+    monkeypatch.setattr("infra.rehearsal.site.prepare", lambda _report: pytest.fail("a rehearsal began"))
     directory = tmp_path / "kept"
     directory.mkdir()
     with Supervisor(directory) as supervisor:

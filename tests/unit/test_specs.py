@@ -144,7 +144,7 @@ def test_revision_must_be_a_commit(tmp_path, release_data):
 def test_key_that_stands_twice_is_refused(tmp_path):
     (tmp_path / "r.yaml").write_text(RELEASE.read_text() + "\nid: another\n")
     error = refused(specs.load_release, tmp_path / "r.yaml")
-    assert "'id' stands twice" in error.summary
+    assert "'id' stands twice" in error.got
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n", "", "a: 1\n---\nb: 2\n"])

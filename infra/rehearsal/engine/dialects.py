@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +105,7 @@ def _plan(
     )
 
 
-class Exchange:
+class Exchange(ABC):
     """One request and the forms of its answers."""
 
     def __init__(self, work: Work, model: str, body: Body) -> None:
@@ -128,13 +129,13 @@ class Exchange:
         """Answers the events before the first text."""
         return []
 
+    @abstractmethod
     def event(self, text: str, whole: str, tokens: int, finish: str | None) -> list[dict[str, Any]]:
         """Answers the events for new text, and at the end the closing ones."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self, whole: str, tokens: int, finish: str) -> dict[str, Any]:
         """Answers the whole response of a request without streaming."""
-        raise NotImplementedError
 
     @property
     def matched_stop(self) -> str | None:
