@@ -7,6 +7,7 @@ made twice. Adapters translate every library exception into a `K2Error` and chai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -116,6 +117,22 @@ class Store(Protocol):
         ...
 
 
+class Mirror(Protocol):
+    """The objects of one kind, kept up to date by a watch while its context is open. Threads may share it."""
+
+    def objects(self) -> list[Object]:
+        """Return the objects as the server last told them, in the order of a list.
+
+        UnavailableError when nothing has been heard of them for longer than the mirror's limit: what a watch that was
+        cut or held says is not what is.
+        """
+        ...
+
+    def unconfirmed_s(self) -> float:
+        """Return how long ago the server last confirmed what is known."""
+        ...
+
+
 class Cluster(Protocol):
     """A Kubernetes API. Objects are plain dicts with apiVersion and kind.
 
@@ -131,6 +148,12 @@ class Cluster(Protocol):
         self, kind: str, labels: Mapping[str, str] | None = None, *, everywhere: bool = False
     ) -> list[Object]:
         """Return the objects of a kind by labels, all pages: of the site's namespace, or `everywhere` of all."""
+        ...
+
+    def mirror(
+        self, kind: str, labels: Mapping[str, str] | None = None, *, everywhere: bool = False
+    ) -> AbstractContextManager[Mirror]:
+        """Return what `list_objects` does as a mirror: for waits that look often and shall cost little."""
         ...
 
     def apply(self, obj: Object, *, dry_run: bool = False) -> Object:
@@ -174,7 +197,11 @@ class Engine(Protocol):
         ...
 
     def workers(self, serving: str) -> list[Object]:
-        """Return the router's workers: url, worker_type, is_healthy."""
+        """Return the router's workers: id, url, worker_type, is_healthy."""
+        ...
+
+    def forget_worker(self, serving: str, worker_id: str) -> None:
+        """Have the router forget a worker; one that it does not know is no error."""
         ...
 
     def counters(self, serving: str) -> dict[str, float]:

@@ -7,19 +7,23 @@ validation on every write.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
 from tasks.adapters.kinds import KINDS, Kind
+from tasks.adapters.mirror import DEFAULT_TIMES, ExpiredError, KubeMirror, WatchTimes
 from tasks.core.errors import After, ConflictError, InputError, K2Error, Never, UnavailableError
 from tasks.ports import Object
 
 FIELD_MANAGER = "k2-release"
 PAGE_SIZE = 500
 _MESSAGE_LIMIT = 400
+_BLOCK_BYTES = 64 * 1024
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 _JSON = "application/json"
@@ -36,6 +40,7 @@ class KubeCluster:
         field_manager: the owner of the fields that are written.
         timeout_s: of each request.
         tries: how often a request is sent in all while the server answers 429 or 503.
+        watch_times: of the watches that mirrors keep.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class KubeCluster:
         field_manager: str = FIELD_MANAGER,
         timeout_s: float = 20.0,
         tries: int = 5,
+        watch_times: WatchTimes = DEFAULT_TIMES,
     ) -> None:
         self._client = _connect(kubeconfig, context)
         self._context = context
@@ -54,6 +60,7 @@ class KubeCluster:
         self._field_manager = field_manager
         self._timeout_s = timeout_s
         self._tries = tries
+        self._watch_times = watch_times
 
     def __repr__(self) -> str:
         return f"KubeCluster(context={self._context!r}, namespace={self._namespace!r})"
@@ -72,14 +79,42 @@ class KubeCluster:
 
         With `everywhere` those of all namespaces, else those of the site's.
         """
+        return self.list_with_version(kind, labels or {}, "" if everywhere else self._namespace)[0]
+
+    def list_with_version(self, kind: str, labels: Mapping[str, str], namespace: str) -> tuple[list[Object], str]:
+        """Return the objects of a kind, all pages, and the resourceVersion that a watch goes on from."""
         for _ in range(3):
             try:
-                return list(self._pages(kind, labels or {}, "" if everywhere else self._namespace))
-            except _ExpiredError:
+                return self._all_pages(kind, labels, namespace)
+            except ExpiredError:
                 continue  # the server no longer knows the state that the first page was of
         raise UnavailableError(
             "K2-UNA-001", "The list changed faster than it could be read.", where=kind, retry=After(1.0)
         )
+
+    def open_watch(
+        self, kind: str, labels: Mapping[str, str], namespace: str, version: str, window_s: float, silence_s: float
+    ) -> WatchStream:
+        """Open a watch that the server ends after `window_s`; ExpiredError if it no longer knows the version."""
+        query = _selector(labels) | {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(max(1, round(window_s))),
+        }
+        try:
+            response = self._open("GET", _kind(kind).path(namespace), query, None, _JSON, silence_s, preload=False)
+        except OSError as error:
+            raise _no_answer(error, kind) from error
+        if response.status >= 400:
+            with WatchStream(response) as stream:
+                raise _error(response.status, b"".join(stream.blocks()), kind)
+        return WatchStream(response)
+
+    def mirror(self, kind: str, labels: Mapping[str, str] | None = None, *, everywhere: bool = False) -> KubeMirror:
+        """Return the objects of a kind by labels as a watch keeps them, while its context is open."""
+        selection = _Selection(self, kind, dict(labels or {}), "" if everywhere else self._namespace)
+        return KubeMirror(selection, kind, self._watch_times)
 
     def apply(self, obj: Object, *, dry_run: bool = False) -> Object:
         """Server-side apply with our field manager, never by force; the same object twice changes nothing."""
@@ -161,18 +196,16 @@ class KubeCluster:
             # 400: no such container, or it waits to start and has said nothing yet.
             raise KeyError(where) from error
 
-    def _pages(self, kind: str, labels: Mapping[str, str], namespace: str) -> Iterator[Object]:
-        known = _kind(kind)
-        query = {"limit": str(PAGE_SIZE)}
-        if labels:
-            query["labelSelector"] = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+    def _all_pages(self, kind: str, labels: Mapping[str, str], namespace: str) -> tuple[list[Object], str]:
+        known, found = _kind(kind), []
+        query = {"limit": str(PAGE_SIZE)} | _selector(labels)
         while True:
             page = self._object("GET", known.path(namespace), query=query, where=kind)
-            for item in page.get("items") or ():
-                yield {"apiVersion": known.api_version, "kind": kind, **item}
-            query["continue"] = str(page.get("metadata", {}).get("continue") or "")
+            found += [{"apiVersion": known.api_version, "kind": kind, **item} for item in page.get("items") or ()]
+            metadata = page.get("metadata", {})
+            query["continue"] = str(metadata.get("continue") or "")
             if not query["continue"]:
-                return
+                return found, str(metadata.get("resourceVersion") or "")
 
     def _object_or_none(self, path: str, where: str) -> Object | None:
         try:
@@ -220,12 +253,7 @@ class KubeCluster:
                 status, headers, data = self._send(method, path, query or {}, body, content_type)
             except OSError as error:
                 if not (left and repeatable):
-                    raise UnavailableError(
-                        "K2-UNA-001",
-                        f"The API server did not answer: {type(error).__name__}.",
-                        where=where,
-                        retry=After(2.0),
-                    ) from error
+                    raise _no_answer(error, where) from error
             else:
                 if status < 400:
                     return data
@@ -241,6 +269,21 @@ class KubeCluster:
     def _send(
         self, method: str, path: str, query: Mapping[str, str], body: Object | None, content_type: str
     ) -> tuple[int, Mapping[str, str], bytes]:
+        response = self._open(method, path, query, body, content_type, self._timeout_s, preload=True)
+        return response.status, response.headers, response.data
+
+    def _open(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Object | None,
+        content_type: str,
+        silence_s: float,
+        *,
+        preload: bool,
+    ) -> Any:
+        """Send one request and return the answer, read whole (`preload`) or to be read; OSError if there is none."""
         from urllib3.exceptions import HTTPError
 
         resource = path + (f"?{urlencode(query)}" if query else "")
@@ -253,19 +296,18 @@ class KubeCluster:
             body=body,
             auth_settings=["BearerToken"],
         )
-        timeout = (min(5.0, self._timeout_s), self._timeout_s)
         try:
-            response = self._client.rest_client.pool_manager.request(
+            return self._client.rest_client.pool_manager.request(
                 method,
                 url,
                 headers=headers,
                 body=None if content is None else json.dumps(content),
-                timeout=_timeout(*timeout),
+                timeout=_timeout(min(5.0, self._timeout_s), silence_s),
                 retries=False,
+                preload_content=preload,
             )
         except HTTPError as error:
             raise ConnectionError(f"{type(error).__name__}: {error}"[:_MESSAGE_LIMIT]) from error
-        return response.status, response.headers, response.data
 
 
 class _AnswerError(Exception):
@@ -284,8 +326,49 @@ class _ExistsError(_AnswerError):
     """409 AlreadyExists."""
 
 
-class _ExpiredError(_AnswerError):
-    """410: the continuation of a list is too old."""
+class WatchStream:
+    """Implements `mirror.Stream` on an answer whose body is read as it comes."""
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+
+    def __enter__(self) -> WatchStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield bytes as they come; ConnectionError when the connection breaks or is silent too long."""
+        from urllib3.exceptions import HTTPError
+
+        try:
+            while block := self._response.read1(_BLOCK_BYTES):
+                yield block
+        except HTTPError as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}"[:_MESSAGE_LIMIT]) from error
+
+    def close(self) -> None:
+        """Give the connection up; a read in another thread ends."""
+        with contextlib.suppress(Exception):
+            self._response.shutdown()
+        self._response.close()
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Implements `mirror.Source`: the objects of a kind by labels."""
+
+    cluster: KubeCluster
+    kind: str
+    labels: Mapping[str, str]
+    namespace: str
+
+    def list_all(self) -> tuple[list[Object], str]:
+        return self.cluster.list_with_version(self.kind, self.labels, self.namespace)
+
+    def watch(self, version: str, window_s: float, silence_s: float) -> WatchStream:
+        return self.cluster.open_watch(self.kind, self.labels, self.namespace, version, window_s, silence_s)
 
 
 def _connect(kubeconfig: str, context: str) -> Any:
@@ -336,19 +419,29 @@ def _refused(where: str, message: str) -> InputError:
     return InputError("K2-INP-008", message[:_MESSAGE_LIMIT], where=where)
 
 
+def _selector(labels: Mapping[str, str]) -> dict[str, str]:
+    return {"labelSelector": ",".join(f"{key}={value}" for key, value in sorted(labels.items()))} if labels else {}
+
+
+def _no_answer(error: OSError, where: str) -> UnavailableError:
+    return UnavailableError(
+        "K2-UNA-001", f"The API server did not answer: {type(error).__name__}.", where=where, retry=After(2.0)
+    )
+
+
 def _asked_wait_s(headers: Mapping[str, str]) -> float:
     asked = headers.get("Retry-After", "").strip()
     return float(asked) if asked.isdigit() else 0.0
 
 
-def _error(status: int, data: bytes, where: str) -> K2Error | _AnswerError:
+def _error(status: int, data: bytes, where: str) -> Exception:
     """Return what an error answer means; its Status message is kept, cut."""
     body = _status_body(data)
     message, reason = str(body.get("message", ""))[:_MESSAGE_LIMIT], body.get("reason")
     if status == 404:
         return _NotThereError(message)
     if status == 410:
-        return _ExpiredError(message)
+        return ExpiredError(message)
     if status == 409:
         return _conflict(message, str(reason), body, where)
     # The server's own answer to a field that an applied object does not have is a 500.

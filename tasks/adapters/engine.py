@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import quote
 
 import requests
 
@@ -72,11 +73,29 @@ class GatewayEngine:
         return response.status_code == 200 and _json(response).get("status") == "ready"
 
     def workers(self, serving: str) -> list[Object]:
-        """Return the router's workers: url, worker_type, is_healthy; none while the release is not reached."""
+        """Return the router's workers: id, url, worker_type, is_healthy; none while the release is not reached."""
         response = self._get("/workers", serving)
         if response.status_code != 200:
             return []
         return [dict(worker) for worker in _json(response).get("workers", ())]
+
+    def forget_worker(self, serving: str, worker_id: str) -> None:
+        """Have the router forget a worker; one that it does not know is no error.
+
+        The router takes the request (202) and acts on it in its own queue: what it then knows is asked anew. Requests
+        in flight on the worker go on (sglang-router 0.3.2, seen).
+        """
+        path = f"/workers/{quote(worker_id, safe='')}"
+        response = self._request("DELETE", path, serving)
+        if response.status_code not in (200, 202, 204, 404):
+            raise UnavailableError(
+                "K2-UNA-001",
+                f"The router does not forget a worker: HTTP {response.status_code}.",
+                where=self._url + path,
+                got=response.text[:_ERROR_LIMIT],
+                expected="HTTP 202",
+                retry=After(2.0),
+            )
 
     def counters(self, serving: str) -> dict[str, float]:
         """Return engine metrics summed by name and role: `prefill:sglang_num_requests_total` and the like.
@@ -166,9 +185,12 @@ class GatewayEngine:
         return replace(answer, latency_s=answer.latency_s or time.monotonic() - began, error=error or answer.error)
 
     def _get(self, path: str, serving: str) -> requests.Response:
+        return self._request("GET", path, serving)
+
+    def _request(self, method: str, path: str, serving: str) -> requests.Response:
         try:
-            return self._session().get(
-                self._url + path, headers=_probe(serving), timeout=(self._connect_s, self._timeout_s)
+            return self._session().request(
+                method, self._url + path, headers=_probe(serving), timeout=(self._connect_s, self._timeout_s)
             )
         except requests.RequestException as error:
             raise UnavailableError(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from tasks.core.errors import ConflictError, InputError
-from tasks.ports import Object
+from tasks.ports import Mirror, Object
 
 Controller = Callable[[str, Object], None]
 NAMESPACE = "k2"
@@ -37,6 +39,11 @@ class MemoryCluster:
         wanted = dict(labels or {}).items()
         found = [obj for (of, _), obj in sorted(self.objects.items()) if of == kind and (everywhere or _is_ours(obj))]
         return _copy([o for o in found if wanted <= (o["metadata"].get("labels") or {}).items()])
+
+    def mirror(
+        self, kind: str, labels: Mapping[str, str] | None = None, *, everywhere: bool = False
+    ) -> AbstractContextManager[Mirror]:
+        return nullcontext(_Mirror(lambda: self.list_objects(kind, labels, everywhere=everywhere)))
 
     def apply(self, obj: Object, *, dry_run: bool = False) -> Object:
         key = _key(obj)
@@ -116,6 +123,16 @@ class MemoryCluster:
     def _tell(self, verb: str, obj: Object) -> None:
         for controller in self.controllers:
             controller(verb, _copy(obj))
+
+
+@dataclass(frozen=True)
+class _Mirror:
+    """What a watch shows of a cluster that answers at once."""
+
+    objects: Callable[[], list[Object]]
+
+    def unconfirmed_s(self) -> float:
+        return 0.0
 
 
 def _is_ours(obj: Object) -> bool:

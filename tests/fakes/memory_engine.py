@@ -42,6 +42,8 @@ class MemoryEngine:
     cluster: MemoryCluster
     clock: SteadyClock
     sets: dict[str, Behaviour] = field(default_factory=dict)
+    stale: dict[str, list[Object]] = field(default_factory=dict)
+    """Workers by serving label that the router has not noticed the end of."""
     asked: list[str] = field(default_factory=list)
     served: dict[str, float] = field(default_factory=dict)
     on_ask: Callable[[str], None] = lambda serving: None
@@ -78,12 +80,21 @@ class MemoryEngine:
 
     def workers(self, serving: str) -> list[Object]:
         pods = self.cluster.list_objects("Pod", {"k2-release.io/serving": serving})
-        return [
-            {"url": f"http://{pod['status']['podIP']}:{ENGINE_PORT}", "worker_type": role, "is_healthy": True}
+        known = [
+            {
+                "id": pod["metadata"]["uid"],
+                "url": f"http://{pod['status']['podIP']}:{ENGINE_PORT}",
+                "worker_type": role,
+                "is_healthy": True,
+            }
             for pod in pods
             if (role := pod["metadata"]["labels"]["k2-release.io/role"]) in ("prefill", "decode")
             and pod["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
         ]
+        return known + [dict(worker) for worker in self.stale.get(serving, [])]
+
+    def forget_worker(self, serving: str, worker_id: str) -> None:
+        self.stale[serving] = [worker for worker in self.stale.get(serving, []) if worker["id"] != worker_id]
 
     def counters(self, serving: str) -> dict[str, float]:
         how = self.sets.get(serving)
