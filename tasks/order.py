@@ -57,7 +57,8 @@ def open_order(release: str, site: str) -> Order:
 def connect(order: Order) -> Ports:
     """Return the ports of an order's site, with progress that goes to the run's log and artifacts."""
     with speaking_for_itself("connect"):
-        return wiring.connect(order.site, order.run, RunProgress(), read_release(order).profile.served_model_name)
+        name = read_release(order).profile.served_model_name
+        return wiring.connect_patiently(order.site, order.run, RunProgress(), name)
 
 
 def read_release(order: Order) -> Release:

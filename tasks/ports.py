@@ -140,6 +140,11 @@ class Cluster(Protocol):
     resourceVersion), UnavailableError; a missing object is None or KeyError as stated.
     """
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds in all that calls have waited for an API that did not answer; deadlines leave them out."""
+        ...
+
     def get(self, kind: str, name: str) -> Object | None:
         """Return one object of the site's namespace (or a cluster-scoped one), or None."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tasks.core.spec import Site
 from tasks.ports import Progress
 from tasks.specs import load_site, load_templates
 from tasks.steps.context import Ports
+from tasks.steps.patience import PatientCluster
 
 SITE_VARIABLE = "K2_SITE"
 DEFAULT_MODEL = "kimi-k2"
@@ -73,6 +75,12 @@ def open_store(site: Site) -> S3Store:
         StoreCredentials.from_file(Path(site.store.credentials_file)),
         region=site.store.region,
     )
+
+
+def connect_patiently(path: str, run: str, progress: Progress, model: str = DEFAULT_MODEL) -> Ports:
+    """Do as `connect` does, for flows: a Kubernetes API that is away for a while is waited for, not failed on."""
+    ports = connect(path, run, progress, model)
+    return replace(ports, cluster=PatientCluster(ports.cluster, ports.clock, progress.say))
 
 
 def connect(path: str, run: str, progress: Progress, model: str = DEFAULT_MODEL) -> Ports:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Object = dict[str, Any]
@@ -21,6 +21,19 @@ def set_field(obj: Object, path: Sequence[str], value: Any) -> None:
     if path[-1] not in parent:
         raise KeyError(".".join(path))
     parent[path[-1]] = value
+
+
+def contains(obj: Any, part: Any) -> bool:
+    """Return whether an object says everything that a part says: maps may hold more, all else is equal.
+
+    In a list of maps each element may hold more than the part's, as a server fills in defaults. None says that there
+    is nothing, as in a merge patch.
+    """
+    if isinstance(part, Mapping):
+        return isinstance(obj, Mapping) and all(contains(obj.get(key), value) for key, value in part.items())
+    if isinstance(part, list):
+        return isinstance(obj, list) and len(obj) == len(part) and all(map(contains, obj, part))
+    return bool(obj == part)
 
 
 def container_of(spec: Object, kind: str, name: str) -> Object:

@@ -17,6 +17,15 @@ def workers_match(pods: Sequence[Object], workers: Sequence[Object]) -> bool:
     return seen_workers(workers) == expected_workers(pods)
 
 
+def stale_workers(pods: Sequence[Object], workers: Iterable[Object]) -> list[Object]:
+    """Return the workers, healthy or not, that belong to no leader of today: what is sent to them is lost.
+
+    The router (0.3.2) takes workers from a watch of pods. A pod that goes while the watch is cut stays a worker.
+    """
+    addresses = set().union(*expected_workers(pods).values())
+    return [worker for worker in workers if _address(worker) not in addresses]
+
+
 def expected_workers(pods: Iterable[Object]) -> dict[str, set[str]]:
     """Return the addresses of the leaders by role."""
     expected: dict[str, set[str]] = {}
@@ -33,6 +42,9 @@ def seen_workers(workers: Iterable[Object]) -> dict[str, set[str]]:
     seen: dict[str, set[str]] = {}
     for worker in workers:
         if worker.get("is_healthy"):
-            address = str(worker.get("url", "")).removeprefix("http://").rstrip("/")
-            seen.setdefault(str(worker.get("worker_type", "")), set()).add(address)
+            seen.setdefault(str(worker.get("worker_type", "")), set()).add(_address(worker))
     return seen
+
+
+def _address(worker: Object) -> str:
+    return str(worker.get("url", "")).removeprefix("http://").rstrip("/")

@@ -43,7 +43,7 @@ def read_nodes(ports: Ports, serving: str) -> list[NodeFacts]:
         name = node["metadata"]["name"]
         here = [pod for pod in pods if pod["spec"].get("nodeName") == name]
         own = [pod for pod in here if _is_of(pod, serving, ports.site.namespace)]
-        why_not = _why_unusable(node)
+        why_not = why_unusable(node)
         labels = node["metadata"].get("labels", {})
         facts.append(
             NodeFacts(
@@ -87,7 +87,8 @@ def _gpus(pod: Mapping[str, Any]) -> int:
     return sum(int(c.get("resources", {}).get("limits", {}).get(GPU, 0)) for c in pod["spec"].get("containers", []))
 
 
-def _why_unusable(node: Mapping[str, Any]) -> str:
+def why_unusable(node: Mapping[str, Any]) -> str:
+    """Return why no pod may be put on a node; nothing if one may."""
     if node["spec"].get("unschedulable"):
         return "cordoned"
     ready = next((c for c in node.get("status", {}).get("conditions", []) if c["type"] == "Ready"), None)

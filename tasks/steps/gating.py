@@ -28,6 +28,7 @@ from tasks.core.units import format_usd
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import find_receipt, get_by_digest, get_live, put_by_digest
 from tasks.steps.journal import records, states
+from tasks.steps.router_workers import settle_workers
 
 _ASK_TIMEOUT_S = 60.0
 _WARM_TRIES = 60
@@ -163,7 +164,11 @@ def _ask(ports: Ports, prompt: GradedPrompt, serving: str, *, stream: bool) -> A
 
 
 def smoke_step(ports: Ports, subject: Subject) -> dict[str, Any]:
-    """Ask every graded prompt, streamed and not, and prove by the engines' counters that prefill and decode worked."""
+    """Ask every graded prompt, streamed and not, and prove by the engines' counters that prefill and decode worked.
+
+    The router must know exactly the leaders first: a worker whose pod is gone would answer some users, later.
+    """
+    settle_workers(ports, subject.serving)
     before = _counters(ports, subject.serving)
     graded = [
         (prompt, _ask(ports, prompt, subject.serving, stream=stream))

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.core.errors import After, K2Error, NotReadyError, UnavailableError, error_from_data
+from tasks.ports import Mirror
 from tasks.steps.context import Ports
+from tasks.steps.patience import Deadline
 
 _POLL_S = 0.5
 _LOG_LINES = 5
+_LOG_EVERY_S = 1.0
+_UID_LABEL = "batch.kubernetes.io/controller-uid"
 _GONE_TRIES = 120
 _NODE_LOOK_S = 5.0
 _NODE_PATIENCE_S = 30.0
@@ -67,22 +71,23 @@ def follow_jobs(
     Also a Job whose node is lost, or that is not done before the deadline, has failed; it keeps no other from ending.
     """
     running = _attach_or_start(ports, jobs)
-    nodes, started = _Nodes(ports), ports.clock.now()
-    seen: dict[str, float] = {}
+    nodes, deadline = _Nodes(ports), Deadline(ports, deadline_s)
+    shown = _Shown(ports, step, running, total_bytes)
     results: dict[str, JobResult | K2Error] = {}
-    while True:
-        waiting = [job for job in running if job.name not in results]
-        results |= {job.name: result for job in waiting if (result := _outcome(ports, job)) is not None}
-        waiting = [job for job in waiting if job.name not in results]
-        results |= nodes.lost(waiting)
-        results |= _too_late(ports, step, [job for job in waiting if job.name not in results], started, deadline_s)
-        if stop_at_failure:
-            for result in results.values():
-                _raised(result)
-        _show(ports, step, running, results, seen, total_bytes)
-        if len(results) == len(running):
-            return [results[job.name] for job in running]
-        ports.clock.sleep(_POLL_S)
+    with ports.cluster.mirror("Job") as known_jobs, ports.cluster.mirror("Pod") as known_pods:
+        while True:
+            waiting = [job for job in running if job.name not in results]
+            results |= _outcomes(ports, waiting, known_jobs.objects())
+            waiting = [job for job in waiting if job.name not in results]
+            results |= nodes.lost(waiting)
+            results |= _too_late(step, [job for job in waiting if job.name not in results], deadline)
+            if stop_at_failure:
+                for result in results.values():
+                    _raised(result)
+            shown.show(results, known_pods)
+            if len(results) == len(running):
+                return [results[job.name] for job in running]
+            ports.clock.sleep(_POLL_S)
 
 
 class _Nodes:
@@ -136,6 +141,15 @@ def _raised(result: JobResult | K2Error) -> JobResult:
     if isinstance(result, K2Error):
         raise result
     return result
+
+
+def _outcomes(
+    ports: Ports, waiting: Sequence[_Job], known: Sequence[Mapping[str, Any]]
+) -> dict[str, JobResult | K2Error]:
+    """Return how Jobs ended that look as if they had. A mirror may lag behind: what it hints at is read directly."""
+    running = {job["metadata"]["uid"] for job in known if not _ended(job)}
+    hinted = [job for job in waiting if job.uid not in running]
+    return {job.name: result for job in hinted if (result := _outcome(ports, job)) is not None}
 
 
 def _outcome(ports: Ports, job: _Job) -> JobResult | K2Error | None:
@@ -208,7 +222,7 @@ def _result(ports: Ports, running: _Job) -> JobResult | None:
 
 
 def _pods(ports: Ports, job: _Job) -> list[dict[str, Any]]:
-    return ports.cluster.list_objects("Pod", {"batch.kubernetes.io/controller-uid": job.uid})
+    return ports.cluster.list_objects("Pod", {_UID_LABEL: job.uid})
 
 
 def _message(ports: Ports, job: _Job) -> dict[str, Any] | None:
@@ -239,28 +253,40 @@ def _failure(message: Mapping[str, Any] | None, name: str) -> K2Error:
     )
 
 
-def _show(
-    ports: Ports,
-    step: str,
-    running: Sequence[_Job],
-    results: Mapping[str, JobResult | K2Error],
-    seen: dict[str, float],
-    total_bytes: int,
-) -> None:
-    if not total_bytes:
-        ports.progress.show(step, len(results), len(running), "jobs")
-        return
-    for job in running:
-        if job.name not in results and (progress := _progress(ports, job)) is not None:
-            seen[job.name] = progress
-    everything = len(results) == len(running)
-    done = float(total_bytes) if everything else min(float(total_bytes), sum(seen.values()))
-    ports.progress.show(step, done, total_bytes, "bytes", f"{len(results)} of {len(running)} jobs done")
+class _Shown:
+    """The progress of Jobs, read from the last log lines of their pods."""
+
+    def __init__(self, ports: Ports, step: str, running: Sequence[_Job], total_bytes: int) -> None:
+        self._ports = ports
+        self._step = step
+        self._running = running
+        self._total_bytes = total_bytes
+        self._seen: dict[str, float] = {}
+        self._read_at = -math.inf
+
+    def show(self, results: Mapping[str, JobResult | K2Error], pods: Mirror) -> None:
+        """Show how far the Jobs are; logs, which come from the nodes, are read every now and then."""
+        progress, total, count = self._ports.progress, self._total_bytes, len(self._running)
+        if not total:
+            progress.show(self._step, len(results), count, "jobs")
+            return
+        everything = len(results) == count
+        if not everything and self._ports.clock.now() - self._read_at >= _LOG_EVERY_S:
+            self._read_at = self._ports.clock.now()
+            self._read([job for job in self._running if job.name not in results], pods.objects())
+        done = float(total) if everything else min(float(total), sum(self._seen.values()))
+        progress.show(self._step, done, total, "bytes", f"{len(results)} of {count} jobs done")
+
+    def _read(self, running: Sequence[_Job], pods: Sequence[Mapping[str, Any]]) -> None:
+        for job in running:
+            own = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(_UID_LABEL) == job.uid]
+            if (done := _progress(self._ports, own)) is not None:
+                self._seen[job.name] = done
 
 
-def _progress(ports: Ports, job: _Job) -> float | None:
+def _progress(ports: Ports, pods: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the bytes that a Job's pod says it has done, or None if it says nothing (yet)."""
-    for pod in _pods(ports, job):
+    for pod in pods:
         if pod.get("status", {}).get("phase") == "Pending":
             continue
         try:
@@ -275,19 +301,17 @@ def _progress(ports: Ports, job: _Job) -> float | None:
     return None
 
 
-def _too_late(
-    ports: Ports, step: str, waiting: Sequence[_Job], started: float, deadline_s: float
-) -> dict[str, NotReadyError]:
+def _too_late(step: str, waiting: Sequence[_Job], deadline: Deadline) -> dict[str, NotReadyError]:
     """Return the error of all Jobs that are not done at the deadline; none before it."""
-    waited = ports.clock.now() - started
-    if not waiting or waited <= deadline_s:
+    if not waiting or not deadline.passed:
         return {}
+    waited = deadline.elapsed_s
     error = NotReadyError(
         "K2-RDY-001",
         f"{step}: {len(waiting)} Jobs are not done after {waited:.0f} s.",
         where=", ".join(job.name for job in waiting[:5]),
         got=f"{waited:.0f} s",
-        expected=f"at most {deadline_s:.0f} s",
+        expected=f"at most {deadline.within_s:.0f} s",
         hint=f"kubectl describe job {waiting[0].name}",
     )
     return {job.name: error for job in waiting}

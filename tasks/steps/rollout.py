@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from tasks.core.errors import K2Error, NotReadyError, UnavailableError
+from tasks.core.errors import NotReadyError, UnavailableError
 from tasks.core.plan import waiting_cost
 from tasks.core.readiness import Readiness, assess, not_ready_error
 from tasks.core.render import ROLE_LABEL, SERVING_LABEL, render_serving
 from tasks.core.spec import ROLES, plain
 from tasks.core.topology import placement_of
-from tasks.steps.capacity import read_nodes
+from tasks.ports import Mirror
+from tasks.steps.capacity import why_unusable
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import put_by_digest
+from tasks.steps.patience import Deadline
 from tasks.steps.placement import place
+from tasks.steps.router_workers import forget_stale_workers, known_workers
 from tasks.steps.staging import require_markers
 
 _POLL_S = 0.5
@@ -55,50 +60,68 @@ def set_pods(ports: Ports, serving: str) -> list[dict[str, Any]]:
 
 
 def _wait(ports: Ports, subject: Subject, nodes: Sequence[str]) -> Readiness:
+    with _View.of(ports, subject.serving) as view:
+        return _wait_for(ports, subject, nodes, view)
+
+
+def _wait_for(ports: Ports, subject: Subject, nodes: Sequence[str], view: _View) -> Readiness:
     profile = subject.release.profile
     usd_per_hour = profile.nodes * profile.gpus_per_node * ports.site.usd_per_gpu_hour
-    began, said = ports.clock.now(), 0.0
+    deadline, began, said = Deadline(ports, profile.ready_deadline_s), ports.clock.now(), 0.0
     state: Readiness | None = None
     while True:
-        elapsed = ports.clock.now() - began
-        state = _look(ports, subject, elapsed, state)
+        state = _look(ports, subject, view, deadline.elapsed_s, state)
         if state.ready:
             return state
         if state.fatal:
             raise not_ready_error(state, "K2-RDY-001", "The set does not become ready.")
-        _check_chosen(ports, subject, nodes)
-        if elapsed > profile.ready_deadline_s:
-            raise not_ready_error(state, "K2-RDY-001", f"Not ready after {elapsed:.0f} s.")
+        _check_chosen(view, nodes)
+        if deadline.passed:
+            raise not_ready_error(state, "K2-RDY-001", f"Not ready after {deadline.elapsed_s:.0f} s.")
         if ports.clock.now() - said >= _SAY_EVERY_S:
             said = ports.clock.now()
-            left = profile.ready_deadline_s - elapsed
             ports.progress.say(
-                f"rollout: waiting for {state.summary}; {waiting_cost(elapsed, usd_per_hour)}; "
-                f"gives up in {left:.0f} s; kubectl get pods -l {SERVING_LABEL}={subject.serving}"
+                f"rollout: waiting for {state.summary}; {waiting_cost(said - began, usd_per_hour)}; "
+                f"gives up in {deadline.left_s:.0f} s; kubectl get pods -l {SERVING_LABEL}={subject.serving}"
             )
         ports.clock.sleep(_POLL_S)
 
 
-def _look(ports: Ports, subject: Subject, elapsed: float, previous: Readiness | None) -> Readiness:
-    groups = ports.cluster.list_objects("LeaderWorkerSet", {SERVING_LABEL: subject.serving})
-    pods = set_pods(ports, subject.serving)
-    nodes = ports.cluster.list_objects("Node", ports.site.node_selector)
-    engines_up = all(is_ready(pod) for pod in pods)
+@dataclass(frozen=True)
+class _View:
+    """What a rollout looks at again and again, kept by watches."""
+
+    groups: Mirror
+    pods: Mirror
+    nodes: Mirror
+
+    @classmethod
+    @contextmanager
+    def of(cls, ports: Ports, serving: str) -> Iterator[_View]:
+        """Open the view of a serving set, and close it."""
+        labels, mirror = {SERVING_LABEL: serving}, ports.cluster.mirror
+        with (
+            mirror("LeaderWorkerSet", labels) as groups,
+            mirror("Pod", labels) as pods,
+            mirror("Node", ports.site.node_selector) as nodes,
+        ):
+            yield cls(groups, pods, nodes)
+
+
+def _look(ports: Ports, subject: Subject, view: _View, elapsed_s: float, previous: Readiness | None) -> Readiness:
+    pods = view.pods.objects()
     # The router is asked only once the pods are ready: before that its Service has no endpoint.
-    workers = _workers(ports, subject.serving) if pods and engines_up else None
-    return assess(groups, pods, nodes, workers, elapsed, _logs(ports, pods), previous)
+    up = bool(pods) and all(is_ready(pod) for pod in pods)
+    workers = known_workers(ports, subject.serving) if up else None
+    state = assess(view.groups.objects(), pods, view.nodes.objects(), workers, elapsed_s, _logs(ports, pods), previous)
+    if workers and not state.ready:
+        forget_stale_workers(ports, subject.serving, workers)
+    return state
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
     """Return whether a pod's own condition says Ready."""
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod.get("status", {}).get("conditions", []))
-
-
-def _workers(ports: Ports, serving: str) -> list[dict[str, Any]] | None:
-    try:
-        return ports.engine.workers(serving)
-    except K2Error:
-        return None
 
 
 def _logs(ports: Ports, pods: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -115,17 +138,17 @@ def _logs(ports: Ports, pods: Sequence[dict[str, Any]]) -> dict[str, str]:
     return logs
 
 
-def _check_chosen(ports: Ports, subject: Subject, nodes: Sequence[str]) -> None:
+def _check_chosen(view: _View, chosen: Sequence[str]) -> None:
     """Raise NotReadyError if a chosen node has gone: its pods may already have been taken away from it."""
-    facts = {node.name: node for node in read_nodes(ports, subject.serving)}
-    for name in nodes:
-        if name not in facts or not facts[name].usable:
-            why = facts[name].why_not if name in facts else "no such node"
+    known = {node["metadata"]["name"]: node for node in view.nodes.objects()}
+    for name in chosen:
+        why_not = why_unusable(known[name]) if name in known else "no such node"
+        if why_not:
             raise NotReadyError(
                 "K2-RDY-002",
                 f"Node {name} was lost during the rollout.",
                 where=name,
-                got=why,
+                got=why_not,
                 expected="Ready",
                 hint=f"kubectl describe node {name}; repair or cordon it, then run the release again",
             )

@@ -11,6 +11,7 @@ from tasks.core.render import render_live_route
 from tasks.core.route import LIVE_ROUTE, RouteState, read_route, to_annotations
 from tasks.steps.context import Ports
 from tasks.steps.holder import TrafficHolder, patiently
+from tasks.steps.patience import Deadline
 
 ROUTE_LIVE_TIMEOUT_S = 30.0
 _WRITE_TRIES = 4
@@ -112,14 +113,17 @@ def check_state(now: RouteState, expected: RouteState) -> None:
 
 
 def _wait_live(ports: Ports, generation: int, holder: TrafficHolder, within_s: float) -> None:
-    """Wait until the gateway says in the route's status that it serves this generation of it; the Lease is kept."""
-    deadline = ports.clock.now() + within_s
-    while ports.clock.now() < deadline:
+    """Wait until the gateway says in the route's status that it serves this generation of it; the Lease is kept.
+
+    The gateway hears of the route from the API as well: time without one is not its time.
+    """
+    deadline = Deadline(ports, within_s)
+    while not deadline.passed:
         with contextlib.suppress(UnavailableError):
             obj = ports.cluster.get("HTTPRoute", LIVE_ROUTE)
             if obj is not None and route_is_live(obj, generation):
                 return
-        holder.keep(deadline - ports.clock.now())
+        holder.keep(deadline.left_s)
         ports.clock.sleep(0.1)
     raise NotTakenOverError(
         "K2-UNA-001",

@@ -22,6 +22,8 @@ NAMESPACE = "k2"
 class MemoryCluster:
     """Keeps objects by kind and name. `writes` are the calls that changed something, in order, as `verb Kind/name`."""
 
+    silent_s = 0.0
+
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Object] = {}
         self.logs: dict[tuple[str, str], str] = {}

@@ -164,6 +164,8 @@ class _Faulty:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._port, name)
+        if not callable(method):
+            return method
         return lambda *args, **kwargs: self._faults.call(lambda: method(*args, **kwargs))
 
 

@@ -115,10 +115,10 @@ def test_an_api_that_does_not_list_nodes_says_nothing_about_them():
     jobs = Jobs()
     real = jobs.cluster.list_objects
 
-    def flaky(kind, labels=None):
+    def flaky(kind, labels=None, **scope):
         if kind == "Node":
             raise UnavailableError("K2-UNA-001", "No.")
-        return real(kind, labels)
+        return real(kind, labels, **scope)
 
     jobs.cluster.list_objects = flaky
     jobs.after(100, lambda: jobs.end("a"))

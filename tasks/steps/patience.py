@@ -1,0 +1,202 @@
+"""A Kubernetes API that may be away for a while: calls wait for it, say so, and find out what became of a lost write.
+
+An API server that does not answer is no reason to fail, and none to revert: what runs goes on running, routers and the
+gateway need no API, and nothing could be written anyway. So a flow waits, and goes on from what it then reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tasks.core.errors import After, ConflictError, UnavailableError
+from tasks.core.fields import contains
+from tasks.ports import Clock, Cluster, Mirror, Object
+from tasks.steps.context import Ports
+
+Outcome = TypeVar("Outcome")
+
+API_PATIENCE_S = 600.0
+"""How long a flow waits for an API server. A restart takes seconds, a control plane's repair minutes."""
+_PAUSE_S = 1.0
+_SAY_EVERY_S = 10.0
+# Written by the server, or only meant for it.
+_NOT_OURS = ("resourceVersion", "uid", "generation", "creationTimestamp", "managedFields")
+
+
+class Deadline:
+    """A deadline that stands still while the API does not answer: by that time nobody's work can be judged."""
+
+    def __init__(self, ports: Ports, within_s: float) -> None:
+        self._ports = ports
+        self.within_s = within_s
+        self._began = self._now()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds so far in which the API answered."""
+        return self._now() - self._began
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline; negative after it."""
+        return self.within_s - self.elapsed_s
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time is over."""
+        return self.left_s < 0
+
+    def _now(self) -> float:
+        return self._ports.clock.now() - self._ports.cluster.silent_s
+
+
+class PatientCluster:
+    """Implements `ports.Cluster` on one that may be away: a call comes back with an answer, or after `patience_s`.
+
+    Args:
+        cluster: the API; its UnavailableErrors that answer `After` are waited out, all others are passed on.
+        clock: time.
+        say: where a wait is told.
+        patience_s: how long one call waits in all.
+    """
+
+    def __init__(
+        self, cluster: Cluster, clock: Clock, say: Callable[[str], None], patience_s: float = API_PATIENCE_S
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._say = say
+        self._patience_s = patience_s
+        self._silent_s = 0.0
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds in all that calls have waited for an answer."""
+        return self._silent_s
+
+    def get(self, kind: str, name: str) -> Object | None:
+        """Do as the port says, waiting for the API."""
+        return self._patiently(lambda: self._cluster.get(kind, name))
+
+    def list_objects(
+        self, kind: str, labels: Mapping[str, str] | None = None, *, everywhere: bool = False
+    ) -> list[Object]:
+        """Do as the port says, waiting for the API."""
+        return self._patiently(lambda: self._cluster.list_objects(kind, labels, everywhere=everywhere))
+
+    def mirror(
+        self, kind: str, labels: Mapping[str, str] | None = None, *, everywhere: bool = False
+    ) -> AbstractContextManager[Mirror]:
+        """Do as the port says; what nobody confirms is waited for."""
+        return self._mirror(kind, labels, everywhere)
+
+    @contextmanager
+    def _mirror(self, kind: str, labels: Mapping[str, str] | None, everywhere: bool) -> Iterator[Mirror]:
+        with self._cluster.mirror(kind, labels, everywhere=everywhere) as mirror:
+            yield _PatientMirror(mirror, self._patiently)
+
+    def apply(self, obj: Object, *, dry_run: bool = False) -> Object:
+        """Do as the port says, waiting for the API."""
+        return self._patiently(lambda: self._cluster.apply(obj, dry_run=dry_run))
+
+    def create(self, obj: Object) -> tuple[Object, bool]:
+        """Do as the port says, waiting for the API; one that was created by a call whose answer was lost is ours."""
+        lost = _Lost()
+        there, created = self._patiently(lost.noting(lambda: self._cluster.create(obj)))
+        return there, created or (lost.answers > 0 and contains(there, _content(obj)))
+
+    def replace(self, obj: Object) -> Object:
+        """Do as the port says, waiting for the API; a write whose answer was lost is found by reading."""
+        kind, name = obj["kind"], obj["metadata"]["name"]
+        return self._write(lambda: self._cluster.replace(obj), kind, name, _content(obj))
+
+    def merge_patch(self, kind: str, name: str, patch: Object) -> Object:
+        """Do as the port says, waiting for the API; a write whose answer was lost is found by reading."""
+        return self._write(lambda: self._cluster.merge_patch(kind, name, patch), kind, name, _content(patch))
+
+    def delete(self, kind: str, name: str, *, uid: str = "") -> None:
+        """Do as the port says, waiting for the API."""
+        self._patiently(lambda: self._cluster.delete(kind, name, uid=uid))
+
+    def pod_log(self, pod: str, container: str, tail_lines: int) -> str:
+        """Do as the port says. A log is never waited for: it is the node that may not answer."""
+        return self._cluster.pod_log(pod, container, tail_lines)
+
+    def _write(self, act: Callable[[], Object], kind: str, name: str, wanted: Object) -> Object:
+        lost = _Lost()
+        try:
+            return self._patiently(lost.noting(act))
+        except ConflictError:
+            # Of a write that may have been carried out, a refused precondition may be its own success.
+            there = self.get(kind, name) if lost.answers else None
+            if there is None or not contains(there, wanted):
+                raise
+            return there
+
+    def _patiently(self, act: Callable[[], Outcome]) -> Outcome:
+        began = said = self._clock.now()
+        silent = False
+        while True:
+            try:
+                outcome = act()
+            except UnavailableError as error:
+                waited = self._clock.now() - began
+                if not isinstance(error.retry, After) or waited >= self._patience_s:
+                    self._silent_s += waited if silent else 0.0
+                    raise
+                if not silent or self._clock.now() - said >= _SAY_EVERY_S:
+                    said = self._clock.now()
+                    self._say(_waiting(error, waited, self._patience_s - waited))
+                silent = True
+            else:
+                if silent:
+                    waited = self._clock.now() - began
+                    self._silent_s += waited
+                    self._say(f"Kubernetes API: answers again after {waited:.0f} s")
+                return outcome
+            self._clock.sleep(_PAUSE_S)
+
+
+@dataclass(frozen=True)
+class _PatientMirror:
+    mirror: Mirror
+    patiently: Callable[[Callable[[], list[Object]]], list[Object]]
+
+    def objects(self) -> list[Object]:
+        return self.patiently(self.mirror.objects)
+
+    def unconfirmed_s(self) -> float:
+        return self.mirror.unconfirmed_s()
+
+
+class _Lost:
+    """Counts the calls of a write that ended without an answer: each may have been carried out."""
+
+    def __init__(self) -> None:
+        self.answers = 0
+
+    def noting(self, act: Callable[[], Outcome]) -> Callable[[], Outcome]:
+        def noted() -> Outcome:
+            try:
+                return act()
+            except UnavailableError:
+                self.answers += 1
+                raise
+
+        return noted
+
+
+def _content(obj: Mapping[str, Any]) -> Object:
+    """Return what a write says of an object, without what it says to the server."""
+    metadata = {key: value for key, value in obj.get("metadata", {}).items() if key not in _NOT_OURS}
+    return {**obj, "metadata": metadata}
+
+
+def _waiting(error: UnavailableError, waited_s: float, left_s: float) -> str:
+    return (
+        f"Kubernetes API: no answer for {waited_s:.0f} s ({error.summary}) Pods, routers and weights stay as they are; "
+        f"waiting, gives up in {left_s:.0f} s; kubectl get --raw /readyz shows whether it answers"
+    )
