@@ -6,12 +6,13 @@ import contextlib
 import threading
 from typing import Any
 
+from flows.console.outages import API_KILLED, Outages
 from flows.console.submission import say
 from tasks.core.errors import K2Error
 from tasks.steps.context import Ports
 from tasks.steps.traffic import read_live_route
 
-INJECTIONS = ("shard-bitflip", "gate-miss", "node-lost", "slo-breach")
+INJECTIONS = ("shard-bitflip", "gate-miss", "node-lost", "slo-breach", API_KILLED)
 _RELEASE = "k2-release.io/release"
 
 
@@ -24,6 +25,7 @@ class Injector:
         self._ports = ports
         self._release = release
         self._stop = threading.Event()
+        self._outages = Outages(site, release)
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Injector:
@@ -35,7 +37,7 @@ class Injector:
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(10 if API_KILLED not in self._names else self._outages.longest_s)
 
     def _watch(self) -> None:
         pending = [name for name in self._names if name != "shard-bitflip"]
@@ -46,6 +48,8 @@ class Injector:
 
     def _try(self, name: str, ports: Ports) -> bool:
         """Switch an injection on if its moment has come; return whether it is on."""
+        if name == API_KILLED:
+            return self._outages.look(ports)
         groups = ports.cluster.list_objects("LeaderWorkerSet")
         candidate = next((g for g in groups if g["metadata"]["annotations"].get(_RELEASE) == self._release), None)
         if candidate is None:

@@ -156,6 +156,16 @@ class RehearsalSite:
         """Switch an injection off."""
         (self.inject_dir / f"{name}.json").unlink(missing_ok=True)
 
+    def lose_api(self, away_s: float) -> None:
+        """Kill etcd and the API server at once (SIGKILL), leave both away for a while, and start them as they were."""
+        specs = [self.supervisor.child(name).spec for name in ("kube-apiserver", "etcd")]
+        for spec in specs:
+            self.supervisor.stop(spec.name, grace_s=0)
+        time.sleep(away_s)
+        started = [self.supervisor.start(spec, wait=False) for spec in reversed(specs)]
+        for child in started:
+            self.supervisor.wait_ready(child)
+
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of every process of the site so far, this one included."""
         return self.supervisor.cpu_seconds() + time.process_time() + self._deploy_cpu_s

@@ -115,12 +115,14 @@ class KubeMirror:
 
         Raises:
             UnavailableError: nothing has been listed yet, or nothing confirmed for longer than the limit (K2-UNA-001).
-            K2Error: what the server says for good, such as a missing right.
+            K2Error: what the server says for good, such as a missing right; once listed, only beyond the limit.
         """
         self._listed.wait(self._times.limit_s)
         silent_s = self.unconfirmed_s()
         error = self._error
-        if error is not None and isinstance(error.retry, Never):
+        # Once something was listed a refusal is doubted as silence is: a server that has just started refuses all.
+        doubted = self._listed.is_set() and silent_s <= self._times.limit_s
+        if error is not None and isinstance(error.retry, Never) and not doubted:
             raise error
         if not self._listed.is_set() or silent_s > self._times.limit_s:
             raise UnavailableError(

@@ -95,8 +95,9 @@ class TrafficHolder:
             self._ports.cluster.replace(obj)
 
     def _take(self, *, renew: bool = False) -> None:
-        site, now = self._ports.site, self._ports.clock.now()
+        site = self._ports.site
         obj = self._ports.cluster.get("Lease", LEASE)
+        now = self._ports.clock.now()  # after the read: that may have waited for an API that was away
         # A Lease that somebody deleted starts again above what is on the route, or its holder would be fenced off.
         before = read_lease(obj) if obj else LeaseState("", self._route_generation(), 0.0, site.lease_duration_s)
         if not renew and before.holder == self._holder:
@@ -125,6 +126,8 @@ class TrafficHolder:
             obj["spec"] = lease_spec(after)
             self._ports.cluster.replace(obj)
         self._state = after
+        if self._ports.clock.now() - now > site.lease_duration_s / 2:
+            self.renew()  # the write itself waited: what it promises is over, or nearly
 
     def _route_generation(self) -> int:
         route = self._ports.cluster.get("HTTPRoute", LIVE_ROUTE) or {}

@@ -6,12 +6,13 @@ gateway need no API, and nothing could be written anyway. So a flow waits, and g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tasks.core.errors import After, ConflictError, UnavailableError
+from tasks.core.errors import After, ConflictError, K2Error, UnavailableError
 from tasks.core.fields import contains
 from tasks.ports import Clock, Cluster, Mirror, Object
 from tasks.steps.context import Ports
@@ -22,6 +23,9 @@ API_PATIENCE_S = 600.0
 """How long a flow waits for an API server. A restart takes seconds, a control plane's repair minutes."""
 _PAUSE_S = 1.0
 _SAY_EVERY_S = 10.0
+_REFUSALS = ("K2-UNA-001", "K2-RGT-001")
+_REFUSAL_S = 10.0
+"""How long a refusal (401, 403) is doubted."""
 # Written by the server, or only meant for it.
 _NOT_OURS = ("resourceVersion", "uid", "generation", "creationTimestamp", "managedFields")
 
@@ -54,13 +58,14 @@ class Deadline:
 
 
 class PatientCluster:
-    """Implements `ports.Cluster` on one that may be away: a call comes back with an answer, or after `patience_s`.
+    """Implements `ports.Cluster` on one that may be away: a call comes back with an answer, or after a long silence.
 
     Args:
-        cluster: the API; its UnavailableErrors that answer `After` are waited out, all others are passed on.
+        cluster: the API; UnavailableErrors that answer `After` are waited out, a refusal is doubted for a moment, and
+            all other errors are passed on.
         clock: time.
         say: where a wait is told.
-        patience_s: how long one call waits in all.
+        patience_s: how long a silence is waited out.
     """
 
     def __init__(
@@ -71,11 +76,14 @@ class PatientCluster:
         self._say = say
         self._patience_s = patience_s
         self._silent_s = 0.0
+        self._silent_since: float | None = None
+        self._said = -math.inf
 
     @property
     def silent_s(self) -> float:
-        """Seconds in all that calls have waited for an answer."""
-        return self._silent_s
+        """Seconds in all in which the API did not answer, the present silence included."""
+        now = 0.0 if self._silent_since is None else self._clock.now() - self._silent_since
+        return self._silent_s + now
 
     def get(self, kind: str, name: str) -> Object | None:
         """Do as the port says, waiting for the API."""
@@ -137,27 +145,50 @@ class PatientCluster:
             return there
 
     def _patiently(self, act: Callable[[], Outcome]) -> Outcome:
-        began = said = self._clock.now()
-        silent = False
+        began = self._clock.now()
+        refused_at: float | None = None
         while True:
             try:
                 outcome = act()
-            except UnavailableError as error:
-                waited = self._clock.now() - began
-                if not isinstance(error.retry, After) or waited >= self._patience_s:
-                    self._silent_s += waited if silent else 0.0
+            except K2Error as error:
+                if isinstance(error, UnavailableError) and isinstance(error.retry, After):
+                    refused_at = None
+                    self._wait(error, began)
+                    continue
+                # An API server that has just come back refuses everybody until it has read the roles.
+                refused_at = self._clock.now() if refused_at is None else refused_at
+                if error.code not in _REFUSALS or self._clock.now() - refused_at >= _REFUSAL_S:
                     raise
-                if not silent or self._clock.now() - said >= _SAY_EVERY_S:
-                    said = self._clock.now()
-                    self._say(_waiting(error, waited, self._patience_s - waited))
-                silent = True
+                self._clock.sleep(_PAUSE_S)
             else:
-                if silent:
-                    waited = self._clock.now() - began
-                    self._silent_s += waited
-                    self._say(f"Kubernetes API: answers again after {waited:.0f} s")
+                self._answered()
                 return outcome
-            self._clock.sleep(_PAUSE_S)
+
+    def _wait(self, error: UnavailableError, began: float) -> None:
+        """Wait a little and tell of it every now and then; the error, if all patience is spent."""
+        now = self._clock.now()
+        if self._silent_since is None:
+            self._silent_since, self._said = began, -math.inf
+        silent_s = now - self._silent_since
+        if silent_s >= self._patience_s:
+            self._close_silence()
+            raise error
+        if now - self._said >= _SAY_EVERY_S:
+            self._said = now
+            self._say(_waiting(error, silent_s, self._patience_s - silent_s))
+        self._clock.sleep(_PAUSE_S)
+
+    def _answered(self) -> None:
+        if self._silent_since is not None:
+            self._say(f"Kubernetes API: answers again after {self._close_silence():.0f} s")
+
+    def _close_silence(self) -> float:
+        """Add the silence that ends now to all of them and return how long it was."""
+        assert self._silent_since is not None
+        silent_s = self._clock.now() - self._silent_since
+        self._silent_s += silent_s
+        self._silent_since = None
+        return silent_s
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from tasks.steps.probing import probe_set, probe_timeout_s
 from tasks.steps.traffic import check_state, move_traffic, read_live_route
 
 _NO_COUNTS = BackendCounts(math.nan, math.nan)
+_STALE_S = 3.0
+"""How long the API may be away before what was seen before it counts for nothing any more."""
 
 
 def shift_step(ports: Ports, subject: Subject, holder: TrafficHolder) -> dict[str, Any]:
@@ -119,7 +121,8 @@ def _check_order(ports: Ports, subject: Subject, state: RouteState) -> None:
 class _Shift:
     """One try of a shift. `on_route` is what the route says, `state` is what it is decided from.
 
-    `tried_percent` is the last weight that was written, or may have been.
+    `tried_percent` is the last weight that was written, or may have been. `silent_at_..._s` is how long the API had
+    been away in all when the weight was written, and when the candidate was last probed.
     """
 
     ports: Ports
@@ -132,6 +135,8 @@ class _Shift:
     history: History = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
     base: BackendCounts = _NO_COUNTS
+    silent_at_since_s: float = 0.0
+    silent_at_look_s: float = 0.0
 
     def run(self) -> dict[str, Any]:
         """Go on from the state to all traffic and return the history; raise whatever ends it otherwise."""
@@ -142,13 +147,16 @@ class _Shift:
         else:
             self._check_candidate()
         self.base = self._counts()
+        self.silent_at_since_s = self.silent_at_look_s = self.ports.cluster.silent_s
         while True:
-            action = decide(self.plan, self.state, self._observe(), self.ports.clock.now())
+            action = decide(self.plan, self.state, self._observe(), self._now())
             if isinstance(action, Complete):
                 return {"history": self.history, "note": f"{self.candidate.release} carries all traffic"}
             if isinstance(action, Bake):
                 self._bake(action.seconds)
             elif isinstance(action, SetWeight):
+                if not self._still_current():
+                    continue
                 self._set_weight(action.percent, "step")
                 show_weights(self.ports, self.candidate.release, self.history)
                 self.probes, self.base = [], self._counts()
@@ -157,16 +165,36 @@ class _Shift:
 
     def _set_weight(self, percent: int, why: str) -> None:
         self.tried_percent = percent
+        self.silent_at_since_s = self.ports.cluster.silent_s
         target = self.state.moved(percent, self.ports.clock.now(), self.holder.generation)
         self.state = self.on_route = move_traffic(self.ports, self.on_route, target, self.holder)
         self.history.append(row(self.state, self.ports.clock.now(), why))
+
+    def _still_current(self) -> bool:
+        """Renew the Lease; if the API was away since the last look, begin the bake anew and return False: decide again.
+
+        A step forward must not be taken after an outage on what was seen before it.
+        """
+        patiently(self.ports, self.holder.renew, self.holder.patience_s)
+        away_s = self.ports.cluster.silent_s - self.silent_at_look_s
+        if away_s <= _STALE_S:
+            return True
+        self.ports.progress.say(f"shift: the API was away for {away_s:.0f} s; the candidate bakes anew")
+        self._probe(2)
+        self.state = replace(self.state, since=self.ports.clock.now())
+        self.silent_at_since_s = self.ports.cluster.silent_s
+        return False
+
+    def _now(self) -> float:
+        """Return the time without that in which the API was away since the weight was written: nobody baked then."""
+        return self.ports.clock.now() - (self.ports.cluster.silent_s - self.silent_at_since_s)
 
     def _bake(self, seconds: float) -> None:
         """Wait and probe, never so long that the Lease runs out between two renewals; check that the route is ours."""
         ports, lease_s = self.ports, self.ports.site.lease_duration_s
         ports.clock.sleep(min(seconds, self.plan.check_interval_s, lease_s / 3))
         self._probe(2)
-        patiently(ports, self.holder.renew, self.holder.patience_s)
+        self._still_current()
         check_state(patiently(ports, lambda: read_live_route(ports), self.holder.patience_s)[0], self.on_route)
 
     def _probe(self, count: int) -> None:
@@ -175,6 +203,7 @@ class _Shift:
             self.probes += probe_set(
                 self.ports, self.candidate.serving, 1, len(self.probes), probe_timeout_s(self.plan, self.ports.site)
             )
+        self.silent_at_look_s = self.ports.cluster.silent_s
 
     def _check_candidate(self) -> None:
         """Raise GateError if the candidate does not answer right now: its gates may have passed long ago."""

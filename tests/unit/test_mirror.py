@@ -200,6 +200,20 @@ def test_what_the_server_says_for_good_is_said_at_once():
         assert "refuses" in caught.value.summary
 
 
+def test_a_refusal_after_a_list_is_doubted_until_the_limit():
+    server = Server(pod("a", 1))
+    server.scripts = [ending]
+    with KubeMirror(server, "Pod", TIMES) as mirror:
+        assert names(mirror) == ["a"]
+        server.failing = UnavailableError("K2-UNA-001", "refused", where="Pod", retry=Never())
+        eventually(lambda: mirror._error is not None)
+        assert names(mirror) == ["a"]
+        eventually(lambda: mirror.unconfirmed_s() > TIMES.limit_s)
+        with pytest.raises(UnavailableError) as caught:
+            mirror.objects()
+        assert caught.value.summary == "refused"
+
+
 def test_leaving_ends_the_thread():
     server = Server(pod("a", 1))
     mirror = KubeMirror(server, "Pod", WatchTimes(60, 1, 60))

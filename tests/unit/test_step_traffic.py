@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.core.errors import ConflictError, GateError, NotReadyError, RevertedError, UnavailableError
+from tasks.core.errors import After, ConflictError, GateError, NotReadyError, RevertedError, UnavailableError
 from tasks.core.lease import LEASE, read_lease
 from tasks.core.route import HELD, LIVE_ROUTE, REVERTED, SHIFTING, Backend
 from tasks.core.units import utc_time
 from tasks.ports import BackendCounts
 from tasks.steps.holder import TrafficHolder, holding
 from tasks.steps.journal import states
+from tasks.steps.patience import PatientCluster
 from tasks.steps.probing import probe_set, prove_traffic
 from tasks.steps.shifting import shift_step
 from tasks.steps.traffic import read_live_route, route_is_live, write_live_route
@@ -505,3 +506,72 @@ def test_promoting_the_stable_release_does_not_hide_that_another_has_users(it):
     assert caught.value.code == "K2-CON-006"
     assert NEW.id in caught.value.hint
     assert it.weights() == before
+
+
+def patient(world, run, away):
+    """Return ports whose API is away while `away` says so, as flows have them."""
+
+    class Away:
+        def __getattr__(self, name):
+            method = getattr(world.cluster, name)
+
+            def call(*args, **more):
+                if away():
+                    raise UnavailableError("K2-UNA-001", "Nobody answers.", where=name, retry=After(1.0))
+                return method(*args, **more)
+
+            return call if callable(method) else method
+
+    ports = world.ports(run)
+    return replace(ports, cluster=PatientCluster(Away(), world.clock, world.progress.say))
+
+
+def outage_at(it, percent, seconds):
+    """Return whether the API is away now: for so long from when the candidate first has this weight."""
+    began = []
+
+    def away():
+        if not began and it.weights()[1] >= percent:
+            began.append(it.world.clock.at)
+        return bool(began) and it.world.clock.at < began[0] + seconds
+
+    return away
+
+
+@pytest.mark.parametrize("percent", [10, 50, 100])
+def test_an_outage_of_the_api_in_mid_shift_is_waited_out(it, percent):
+    seen, before = it.watch_weights(), read_lease(it.world.cluster.get("Lease", LEASE)).generation
+    data = shift(patient(it.world, "run-1", outage_at(it, percent, 60)), it.new)
+    assert seen == [0, 10, 50, 100]
+    assert [row["why"] for row in data["history"]] == ["step"] * 3
+    assert read_lease(it.world.cluster.get("Lease", LEASE)).generation == before + 1
+    assert any("answers again after" in line for line in it.world.progress.lines)
+
+
+def test_after_an_outage_no_step_is_taken_on_what_was_seen_before_it(it):
+    seen, went_wrong = it.watch_weights(), []
+    away = outage_at(it, 10, 60)
+
+    def turn(now):
+        # The candidate becomes bad while nobody can write.
+        if away() and not went_wrong:
+            went_wrong.append(now)
+            it.new_set.garbage = True
+
+    it.world.clock.on_sleep.append(turn)
+    with pytest.raises(RevertedError) as caught:
+        shift(patient(it.world, "run-1", away), it.new)
+    assert caught.value.code == "K2-REV-001"
+    assert seen == [0, 10, 0]
+
+
+def test_a_bake_begins_anew_after_an_outage(it):
+    at = {}
+
+    def note(verb, obj):
+        if obj["metadata"]["name"] == LIVE_ROUTE:
+            at.setdefault(it.weights()[1], it.world.clock.at)
+
+    it.world.cluster.controllers.append(note)
+    shift(patient(it.world, "run-1", outage_at(it, 10, 60)), it.new)
+    assert at[50] - at[10] >= 60 + NEW.traffic.bake_s
