@@ -24,7 +24,8 @@ JsonObject = dict[str, Any]
 """A decoded Kubernetes object."""
 
 _REQUEST_TIMEOUT_S = 15.0
-_WATCH_TIMEOUT_S = 240
+_WATCH_WINDOW_S = 30.0
+_WATCH_GRACE_S = 5.0
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
 _GONE = 410
@@ -89,8 +90,11 @@ class WatchEvent:
 class KubeClient:
     """Talks to one API server; use it as an async context manager. Every request has a timeout."""
 
-    def __init__(self, connection: Connection, *, user_agent: str = "k2-rehearsal") -> None:
+    def __init__(
+        self, connection: Connection, *, user_agent: str = "k2-rehearsal", watch_window_s: float = _WATCH_WINDOW_S
+    ) -> None:
         self.connection = connection
+        self.watch_window_s = watch_window_s
         self._user_agent = user_agent
         self._session: aiohttp.ClientSession | None = None
 
@@ -319,9 +323,12 @@ class _WatchDriver:
             "watch": "1",
             "allowWatchBookmarks": "true",
             "resourceVersion": self._version,
-            "timeoutSeconds": str(_WATCH_TIMEOUT_S),
+            "timeoutSeconds": str(max(1, round(self._client.watch_window_s))),
         }
-        timeout = aiohttp.ClientTimeout(total=None, connect=_REQUEST_TIMEOUT_S, sock_read=_WATCH_TIMEOUT_S + 30)
+        # The server ends every watch after its window. One that is not ended then is held by something in between,
+        # which looks like a quiet cluster until its own deadline.
+        lost_s = self._client.watch_window_s + _WATCH_GRACE_S
+        timeout = aiohttp.ClientTimeout(total=lost_s, connect=_REQUEST_TIMEOUT_S, sock_read=lost_s)
         url = self._client.connection.server + self._resource.path(self._namespace)
         async with self._client.session.get(url, params=params, timeout=timeout) as response:
             if response.status >= 300:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from infra.rehearsal import kubeclient
 from infra.rehearsal.kubeclient import KubeClient, KubeError, PatchKind
 from infra.rehearsal.kubeconnection import Connection
 from infra.rehearsal.kuberesources import LEASES, NODES, PODS, SERVICE_ACCOUNTS
@@ -18,7 +20,7 @@ from infra.rehearsal.kuberesources import LEASES, NODES, PODS, SERVICE_ACCOUNTS
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def serve(handler: Handler, scenario: Callable[[KubeClient], Awaitable[Any]]) -> Any:
+def serve(handler: Handler, scenario: Callable[[KubeClient], Awaitable[Any]], **options: Any) -> Any:
     async def main() -> Any:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", handler)
@@ -28,7 +30,7 @@ def serve(handler: Handler, scenario: Callable[[KubeClient], Awaitable[Any]]) ->
         await site.start()
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         try:
-            async with KubeClient(Connection(f"http://127.0.0.1:{port}", token="secret")) as client:
+            async with KubeClient(Connection(f"http://127.0.0.1:{port}", token="secret"), **options) as client:
                 return await asyncio.wait_for(scenario(client), 60)
         finally:
             await runner.cleanup()
@@ -142,6 +144,35 @@ def test_a_watch_survives_an_expired_version_and_tells_only_the_difference():
         ("SYNCED", ""),
         ("DELETED", "c"),
     ]
+
+
+def test_a_watch_that_is_held_is_noticed_by_its_own_deadline(monkeypatch):
+    """The server takes the watch and says nothing more, not even that it is over: what went by is listed anew."""
+    monkeypatch.setattr(kubeclient, "_WATCH_GRACE_S", 0.3)
+    lists = iter([[item("a", 1)], [item("b", 2)]])
+    windows: list[str] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if "watch" not in request.query:
+            return web.json_response({"metadata": {"resourceVersion": "10"}, "items": next(lists)})
+        windows.append(request.query["timeoutSeconds"])
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await asyncio.sleep(60)
+        return response
+
+    async def scenario(client: KubeClient) -> list[str]:
+        told = []
+        async for event in client.watch(PODS, "k2"):
+            told.append(f"{event.type.value} {event.object.get('metadata', {}).get('name', '')}")
+            if told[-1] == "ADDED b":
+                return told
+        return told
+
+    began = time.monotonic()
+    assert serve(handler, scenario, watch_window_s=1.0) == ["ADDED a", "SYNCED ", "DELETED a", "ADDED b"]
+    assert windows[0] == "1"
+    assert 1.0 < time.monotonic() - began < 10
 
 
 def test_a_kubeconfig_is_read_with_its_context(tmp_path):
