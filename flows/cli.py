@@ -166,7 +166,7 @@ def _add_rehearse(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="make it fail: shard-bitflip, gate-miss, node-lost, slo-breach",
+        help="make it fail: shard-bitflip, gate-miss, node-lost, slo-breach, apiserver-killed",
     )
     command.add_argument("--keep", action="store_true", help="leave everything up and print the URLs")
     command.add_argument("--stop", action="store_true", help="stop the site that --keep left up")

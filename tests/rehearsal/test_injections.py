@@ -62,6 +62,23 @@ def test_slo_breach(tmp_path: Path) -> None:
     _no_user_noticed(document)
 
 
+def test_api_server_killed_in_staging_rollout_and_shift(tmp_path: Path) -> None:
+    """etcd and kube-apiserver die three times and are away for a minute each: nobody restarts anything by hand."""
+    _, run = rehearse(tmp_path, "--json", "--inject", "apiserver-killed", timeout_s=800)
+    document = run.data()
+    assert (run.code, document["outcome"]) == (0, "promoted"), run.err[-3000:]
+    for step in ("stage", "rollout", "shift"):
+        assert f"are killed in {step};" in run.err
+    assert run.err.count("etcd and kube-apiserver are back") == 3
+    assert run.err.count("Kubernetes API: answers again after") >= 3
+    assert document["client"]["failed"] == 0, document["client"]
+    assert document["client"]["cut_streams"] == 0
+    assert document["live"] == "k2-rehearsal-2"
+    assert document["route"]["k2-rehearsal-2"] == 100
+    attempts = {step["name"]: step["outcome"] for step in document["steps"]}
+    assert attempts["shift"] == attempts["rollout"] == attempts["stage"] == "done"
+
+
 def test_first(tmp_path: Path) -> None:
     code, document, _ = _run(tmp_path, "--first")
     assert code == 0
