@@ -5,9 +5,6 @@ The versions stand in ``crds/go.mod``. The files are copied into the cache once,
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +13,9 @@ from typing import Any, Protocol
 
 import yaml
 
-from infra.rehearsal.binaries import Report, cache_directory, directory_key, exclusive, find_go, module_version
+from infra.rehearsal.cache import Report, cache_directory, directory_key, exclusive
 from infra.rehearsal.errors import SiteError
+from infra.rehearsal.gomodules import copy_files, module_version
 
 MODULE = Path(__file__).parent / "crds"
 GATEWAY_API, LEADER_WORKER_SET = "sigs.k8s.io/gateway-api", "sigs.k8s.io/lws"
@@ -28,7 +26,6 @@ FILES = {
     ),
     LEADER_WORKER_SET: ("config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml",),
 }
-_DOWNLOAD_TIMEOUT_S = 300
 _RESOURCE = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 
@@ -56,42 +53,8 @@ def ensure_files(report: Report) -> tuple[Path, ...]:
     with exclusive(directory.with_name(directory.name + ".lock"), report):
         if not all(path.exists() for path in paths):
             report(f"fetching CRDs: {', '.join(f'{module} {version}' for module, version in versions().items())}")
-            _copy_from_modules(directory)
+            copy_files(MODULE, [(module, file) for module, files in FILES.items() for file in files], directory)
     return paths
-
-
-def _copy_from_modules(directory: Path) -> None:
-    temporary = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    modules = _module_directories()
-    for module, files in FILES.items():
-        for file in files:
-            source = modules[module] / file
-            if not source.exists():
-                raise SiteError(f"{module} {versions()[module]} holds no {file}; was its layout changed?")
-            shutil.copyfile(source, temporary / source.name)
-    shutil.rmtree(directory, ignore_errors=True)
-    temporary.replace(directory)
-
-
-def _module_directories() -> dict[str, Path]:
-    """Return module -> directory in Go's module cache, downloading what is absent (checked against go.sum)."""
-    argv = [str(find_go()), "mod", "download", "-json", *FILES]
-    result = subprocess.run(argv, cwd=MODULE, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S, check=False)
-    # One JSON object after another, with no comma between them.
-    decoder, text, found = json.JSONDecoder(), result.stdout.strip(), {}
-    while text:
-        entry, end = decoder.raw_decode(text)
-        text = text[end:].lstrip()
-        if "Dir" in entry:
-            found[entry["Path"]] = Path(entry["Dir"])
-    if absent := [module for module in FILES if module not in found]:
-        raise SiteError(
-            f"could not download {', '.join(absent)}:\n{(result.stderr or result.stdout).strip()[-2000:]}\n"
-            f"  next: cd {MODULE} && {' '.join(argv)}"
-        )
-    return found
 
 
 def install(connection: Applier, files: Iterable[Path], *, timeout_s: float = 60.0) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.rehearsal.binaries import Report, cache_directory, exclusive
+from infra.rehearsal.cache import Report, cache_directory, exclusive
 from infra.rehearsal.errors import SiteError
 from infra.rehearsal.processes import Child, ProcessSpec, Supervisor, free_ports, inherited
 

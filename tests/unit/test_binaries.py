@@ -1,4 +1,4 @@
-"""Where the control plane's programs come from; the Go compiler is a script that writes scripts."""
+"""Where the compiled programs come from; the Go compiler is a script that writes scripts."""
 
 import hashlib
 import os
@@ -6,8 +6,19 @@ import threading
 
 import pytest
 
-from infra.rehearsal import binaries
-from infra.rehearsal.binaries import PROGRAMS, SiteError, cache_directory, cached_control_plane, ensure_control_plane
+from infra.rehearsal import binaries, cache, gomodules
+from infra.rehearsal.binaries import (
+    KUBELET,
+    LWS_MANAGER,
+    PROGRAMS,
+    control_plane_set,
+    ensure_control_plane,
+    ensure_program,
+    kubelet_set,
+    lws_set,
+)
+from infra.rehearsal.cache import cache_directory
+from infra.rehearsal.errors import SiteError
 
 GO = """#!/bin/sh
 echo "$@" >> {log}
@@ -37,7 +48,7 @@ def compiler(tmp_path, monkeypatch):
 
     def install(broken="nothing", wait_for=""):
         go = program(tmp_path / "go", GO.format(log=tmp_path / "go.log", broken=broken, wait_for=wait_for))
-        monkeypatch.setattr(binaries, "find_go", lambda: go)
+        monkeypatch.setattr(gomodules, "find_go", lambda: go)
 
     def built():
         lines = (tmp_path / "go.log").read_text().splitlines()
@@ -55,7 +66,7 @@ def test_builds_the_four_once_with_progress_and_then_needs_no_compiler(compiler,
     assert any("[2/4] kube-apiserver: compiling (about 150 s)" in line for line in lines)
     assert found.version == "1.36.3" and "built into" in found.source
 
-    monkeypatch.setattr(binaries, "find_go", lambda: pytest.fail("the cache was not used"))
+    monkeypatch.setattr(gomodules, "find_go", lambda: pytest.fail("the cache was not used"))
     again = ensure_control_plane(lines.append)
     assert again.by_name() == found.by_name() and again.source.startswith("cache ")
 
@@ -72,7 +83,7 @@ def test_a_failed_build_shows_the_compilers_words_and_the_next_command(compiler)
         ensure_control_plane(lambda line: None)
     text = str(raised.value)
     assert "kube-apiserver was not built" in text and "undefined: missing" in text and "next: cd " in text
-    left = {path.name for path in cached_control_plane().iterdir()}
+    left = {path.name for path in control_plane_set().directory.iterdir()}
     assert left == {"etcd", "etcd.build.log", "kube-apiserver.build.log"}, "no half-made program, and etcd is kept"
 
 
@@ -98,9 +109,9 @@ def test_a_second_builder_waits_and_builds_nothing(compiler, tmp_path):
 def test_a_lock_that_is_never_given_back_is_an_error(tmp_path):
     lines = []
     with (
-        binaries.exclusive(tmp_path / "lock", lines.append),
+        cache.exclusive(tmp_path / "lock", lines.append),
         pytest.raises(SiteError, match="has held"),
-        binaries.exclusive(tmp_path / "lock", lines.append, timeout_s=0.3),
+        cache.exclusive(tmp_path / "lock", lines.append, timeout_s=0.3),
     ):
         pytest.fail("two held the lock")
 
@@ -135,21 +146,56 @@ def test_kubebuilder_assets_without_an_apiserver_are_refused(tmp_path, monkeypat
 
 def test_without_a_compiler_the_error_says_how_to_get_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(binaries.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(gomodules.sys, "executable", str(tmp_path / "python"))
     with pytest.raises(SiteError, match=r"could not be installed(?s:.*)next: install Go"):
         ensure_control_plane(lambda line: None)
 
 
-def test_the_key_follows_every_pinned_byte(tmp_path, monkeypatch):
-    before = cached_control_plane()
-    assert before.name.startswith("k8s-v1.36.3-etcd-v3.6.13-")
+def copy_of_the_module(to, *extra):
     for path in (binaries.MODULE / "go.mod", binaries.MODULE / "go.sum", *binaries.MODULE.glob("cmd/*/main.go")):
-        program(tmp_path / "module" / path.relative_to(binaries.MODULE), path.read_text())
-    monkeypatch.setattr(binaries, "MODULE", tmp_path / "module")
-    assert cached_control_plane() == before
+        program(to / path.relative_to(binaries.MODULE), path.read_text())
+    for name in extra:
+        program(to / "cmd" / name / "main.go", f"// Command {name}\n")
+    return to
+
+
+def test_the_key_follows_every_pinned_byte(tmp_path, monkeypatch):
+    before = control_plane_set().directory
+    assert before.name.startswith("k8s-v1.36.3-etcd-v3.6.13-")
+    monkeypatch.setattr(binaries, "MODULE", copy_of_the_module(tmp_path / "module"))
+    assert control_plane_set().directory == before
     with (tmp_path / "module" / "go.sum").open("a") as file:
         file.write("one more\n")
-    assert cached_control_plane() != before
+    assert control_plane_set().directory != before
+
+
+def test_a_kubelet_beside_the_four_leaves_their_builds_valid(tmp_path, monkeypatch, compiler):
+    compiler()
+    before = ensure_control_plane(lambda line: None)
+    monkeypatch.setattr(binaries, "MODULE", copy_of_the_module(tmp_path / "module", KUBELET))
+    assert ensure_control_plane(lambda line: None).by_name() == before.by_name()
+    assert compiler.built() == list(PROGRAMS), "the kubelet is built only when it is asked for"
+    kubelet = ensure_program(KUBELET, lambda line: None)
+    assert compiler.built() == [*PROGRAMS, KUBELET]
+    assert kubelet == kubelet_set().directory / KUBELET and kubelet.parent != before.etcd.parent
+
+
+def test_the_manager_is_upstreams_own_program_with_its_version_linked_in(tmp_path, compiler):
+    compiler()
+    lines = []
+    manager = ensure_program(LWS_MANAGER, lines.append)
+    assert manager == lws_set().directory / LWS_MANAGER and os.access(manager, os.X_OK)
+    assert manager.parent.name.startswith("lws-v0.9.0-")
+    words = (tmp_path / "go.log").read_text()
+    assert "sigs.k8s.io/lws/pkg/version.GitVersion=v0.9.0 " in words and words.endswith(" sigs.k8s.io/lws/cmd\n")
+    assert any("[1/1] lws-manager: compiling (about 120 s)" in line for line in lines)
+    ensure_program(LWS_MANAGER, lambda line: pytest.fail("the cache was not used"))
+
+
+def test_kubebuilder_assets_may_hold_the_manager_too(tmp_path, monkeypatch):
+    manager = program(tmp_path / "assets" / LWS_MANAGER)
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path / "assets"))
+    assert ensure_program(LWS_MANAGER, lambda line: None) == manager
 
 
 @pytest.mark.parametrize(
