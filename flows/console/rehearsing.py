@@ -75,14 +75,14 @@ def rehearse(args: Namespace) -> int:
     _forget_results()
     _banner(embedded.SIMULATED, directory)
     began = time.monotonic()
-    binaries = embedded.prepare(say)
+    programs = embedded.prepare(say)
     built_s = time.monotonic() - began
     options = embedded.SiteOptions(directory, 32 if args.full else 6, args.seed, keep)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with embedded.RehearsalSite(options, say) as site:
         run = Rehearsal(site, args, built_s)
         try:
-            result = run.carry_out(binaries)
+            result = run.carry_out(programs)
         except BaseException as stopped:
             # Nobody knows yet how to stop it: a site that did not come up is not kept.
             site.supervisor.stop_all()
@@ -127,11 +127,11 @@ class Rehearsal:
         self._old, self._new = OLD, NEW
         self._cpu = CpuClock(site)
 
-    def carry_out(self, binaries: Any) -> Outcome:
+    def carry_out(self, programs: Any) -> Outcome:
         """Start the site, run the releases, print the result, and return it."""
         began = time.monotonic()
         result = Outcome(release=self._new, built_s=round(self._built_s, 1))
-        self._site.start(binaries)
+        self._site.start(programs)
         use_api(self._ports().site)
         self._set_up()
         with self._cpu:

@@ -70,8 +70,11 @@ class Authority:
         names: Sequence[str] = (),
         addresses: Sequence[str] = (),
         organization: str = "",
+        directory: Path | None = None,
     ) -> KeyPair:
         """Sign a leaf (CA:FALSE) for server and client use; ``organization`` is the Kubernetes group of a client.
+
+        It is written into the CA's own directory unless another one is given.
 
         A leaf is signed apart from the CA because clients built on rustls refuse a server certificate that is a CA.
         """
@@ -92,7 +95,7 @@ class Authority:
         )
         if alternatives:
             builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-        return _write_pair(self.directory, file_name, builder.sign(signer, hashes.SHA256()), key)
+        return _write_pair(directory or self.directory, file_name, builder.sign(signer, hashes.SHA256()), key)
 
 
 def service_account_key(path: Path) -> Path:

@@ -1,6 +1,6 @@
 """The CustomResourceDefinitions of LeaderWorkerSet and the Gateway API, from their own Go modules.
 
-The versions stand in ``crds/go.mod``. The files are copied into the cache once, so that Go is not needed later.
+The versions stand in ``crds/go.mod`` and ``lws/go.mod``.
 """
 
 from __future__ import annotations
@@ -13,19 +13,28 @@ from typing import Any, Protocol
 
 import yaml
 
-from infra.rehearsal.cache import Report, cache_directory, directory_key, exclusive
+from infra.rehearsal.binaries import LEADER_WORKER_SET, LWS_MODULE
+from infra.rehearsal.cache import Report
 from infra.rehearsal.errors import SiteError
-from infra.rehearsal.gomodules import copy_files, module_version
+from infra.rehearsal.gomodules import ModuleFiles
 
-MODULE = Path(__file__).parent / "crds"
-GATEWAY_API, LEADER_WORKER_SET = "sigs.k8s.io/gateway-api", "sigs.k8s.io/lws"
-FILES = {
-    GATEWAY_API: tuple(
-        f"config/crd/standard/gateway.networking.k8s.io_{kinds}.yaml"
+GATEWAY_FILES = ModuleFiles(
+    "crds",
+    Path(__file__).parent / "crds",
+    tuple(
+        ("sigs.k8s.io/gateway-api", f"config/crd/standard/gateway.networking.k8s.io_{kinds}.yaml")
         for kinds in ("gatewayclasses", "gateways", "httproutes", "referencegrants")
     ),
-    LEADER_WORKER_SET: ("config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml",),
-}
+)
+# From the module of the manager itself: what it serves and what the API server knows are one version.
+GROUP_FILES = ModuleFiles(
+    "lws-crds",
+    LWS_MODULE,
+    tuple(
+        (LEADER_WORKER_SET, f"config/crd/bases/{kinds}.yaml")
+        for kinds in ("leaderworkerset.x-k8s.io_leaderworkersets", "disaggregatedset.x-k8s.io_disaggregatedsets")
+    ),
+)
 _RESOURCE = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 
@@ -39,22 +48,9 @@ class Applier(Protocol):
         """Server-side apply one object at its path."""
 
 
-def versions() -> dict[str, str]:
-    """Return module -> version, as pinned."""
-    return {module: module_version(module, MODULE / "go.mod") for module in FILES}
-
-
 def ensure_files(report: Report) -> tuple[Path, ...]:
     """Return the CRD files, copying them out of their Go modules if the cache lacks them."""
-    directory = cache_directory() / "crds" / directory_key([MODULE / "go.mod", MODULE / "go.sum"])
-    paths = tuple(directory / Path(file).name for files in FILES.values() for file in files)
-    if all(path.exists() for path in paths):
-        return paths
-    with exclusive(directory.with_name(directory.name + ".lock"), report):
-        if not all(path.exists() for path in paths):
-            report(f"fetching CRDs: {', '.join(f'{module} {version}' for module, version in versions().items())}")
-            copy_files(MODULE, [(module, file) for module, files in FILES.items() for file in files], directory)
-    return paths
+    return (*GATEWAY_FILES.ensure(report), *GROUP_FILES.ensure(report))
 
 
 def install(connection: Applier, files: Iterable[Path], *, timeout_s: float = 60.0) -> tuple[str, ...]:

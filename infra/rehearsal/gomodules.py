@@ -12,11 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.rehearsal.cache import LONGEST_S, REPORT_EVERY_S, Report, exclusive
+from infra.rehearsal.cache import LONGEST_S, REPORT_EVERY_S, Report, cache_directory, directory_key, exclusive
 from infra.rehearsal.errors import SiteError
 from infra.rehearsal.processes import log_tail
 from infra.rehearsal.procfs import signal_group
@@ -139,24 +139,54 @@ def _run_with_progress(argv: Sequence[str], cwd: Path, log_fd: int, label: str, 
     return code
 
 
-def copy_files(module: Path, files: Iterable[tuple[str, str]], directory: Path) -> None:
-    """Copy files out of the modules that a pinned go.mod requires into a directory, all of them or none.
+@dataclass(frozen=True)
+class ModuleFiles:
+    """Files that a pinned go.mod's required modules hold, by their paths in them; each keeps its name in the cache."""
 
-    ``files`` are pairs of a required module's name and a path inside it; each keeps the last part of its path.
-    """
-    wanted = list(files)
-    modules = _module_directories(module, sorted({name for name, _ in wanted}))
-    temporary = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for name, file in wanted:
-        source = modules[name] / file
-        if not source.exists():
-            version = module_version(name, module / "go.mod")
-            raise SiteError(f"{name} {version} holds no {file}; was its layout changed?")
-        shutil.copyfile(source, temporary / source.name)
-    shutil.rmtree(directory, ignore_errors=True)
-    temporary.replace(directory)
+    kind: str
+    """What the files are: their directory in the cache."""
+    module: Path
+    """Directory with the go.mod and go.sum that pin the versions."""
+    files: tuple[tuple[str, str], ...]
+    """Pairs of a required module and a path inside it; the last parts of the paths are all different."""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Return module -> version, as pinned."""
+        return {name: module_version(name, self.module / "go.mod") for name, _ in self.files}
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Return where the files lie in the cache, there or not."""
+        pinned = directory_key([self.module / "go.mod", self.module / "go.sum"])
+        return tuple(cache_directory() / self.kind / pinned / Path(file).name for _, file in self.files)
+
+    def ensure(self, report: Report) -> tuple[Path, ...]:
+        """Return the files, copied out of their Go modules if the cache lacks them, so that Go is not needed later."""
+        paths = self.paths
+        if all(path.exists() for path in paths):
+            return paths
+        directory = paths[0].parent
+        with exclusive(directory.with_name(directory.name + ".lock"), report):
+            if not all(path.exists() for path in paths):
+                said = ", ".join(f"{module} {version}" for module, version in self.versions.items())
+                report(f"fetching {self.kind}: {said}")
+                self._copy(directory)
+        return paths
+
+    def _copy(self, directory: Path) -> None:
+        """Copy all of the files into the directory, or none."""
+        modules = _module_directories(self.module, sorted(self.versions))
+        temporary = directory.with_name(f".{directory.name}.partial")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, file in self.files:
+            source = modules[name] / file
+            if not source.exists():
+                raise SiteError(f"{name} {self.versions[name]} holds no {file}; was its layout changed?")
+            shutil.copyfile(source, temporary / source.name)
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.replace(directory)
 
 
 def _module_directories(module: Path, names: Sequence[str]) -> dict[str, Path]:

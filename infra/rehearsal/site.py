@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from infra.rehearsal import apiserver, crds, inventory, objectstore, orchestrator
+from infra.rehearsal import apiserver, crds, inventory, lws_manager, objectstore, orchestrator
 from infra.rehearsal.addresses import SubnetLease, free_ports
 from infra.rehearsal.apiserver import ControlPlane
-from infra.rehearsal.binaries import ControlPlaneBinaries, ensure_control_plane
+from infra.rehearsal.binaries import ControlPlaneBinaries, ensure_control_plane, executable_facts
 from infra.rehearsal.certificates import write_private
 from infra.rehearsal.checkpoint import write_checkpoint
 from infra.rehearsal.hub import publish
@@ -39,7 +39,6 @@ SIMULATED = (
     "SGLang: a simulator parses the real argv and keeps a prefill/decode/KV model of published figures",
     "kubelet and container images: a node agent runs each container as a local process; no image is pulled",
     "mounts: the node agent rewrites a volume's mount path to the node's own directory",
-    "LeaderWorkerSet manager: a small controller makes the same pods, labels and environment from the real objects",
     "Gateway controller: a small controller writes HTTPRoutes into Envoy's own route files",
     "the Hub: a server of ours that speaks its protocol to the real client",
     "the checkpoint: real names, config and file layout of Kimi K2, tensors scaled down",
@@ -54,6 +53,14 @@ class SiteOptions:
     nodes: int
     seed: int
     keep: bool
+
+
+@dataclass(frozen=True)
+class SitePrograms:
+    """The compiled programs that a site is started from."""
+
+    control_plane: ControlPlaneBinaries
+    lws_manager: lws_manager.ManagerPrograms
 
 
 class RehearsalSite:
@@ -94,7 +101,7 @@ class RehearsalSite:
         assert self._prefect is not None
         return self._prefect
 
-    def start(self, binaries: ControlPlaneBinaries) -> None:
+    def start(self, programs: SitePrograms) -> None:
         """Start every server; independent ones at the same time."""
         for name in ("inject", "releases", "secrets"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
@@ -102,10 +109,13 @@ class RehearsalSite:
             prefect = pool.submit(self._timed, "Prefect server", self._start_prefect)
             weights = pool.submit(self._timed, "Hub with two revisions", self._start_hub)
             store = pool.submit(self._timed, "SeaweedFS", self._start_store)
-            self._timed("Kubernetes control plane", lambda: self._start_control_plane(binaries))
+            self._timed("Kubernetes control plane", lambda: self._start_control_plane(programs.control_plane))
             _results(weights, store)
+            groups = pool.submit(
+                self._timed, "LeaderWorkerSet manager", lambda: self._start_group_manager(programs.lws_manager)
+            )
             self._timed("nodes and gateway", self._start_cluster_parts)
-            _results(prefect)
+            _results(groups, prefect)
         self._write_site_file()
 
     def start_worker(self) -> None:
@@ -232,6 +242,10 @@ class RehearsalSite:
         self._control_plane = plane
         self._versions.update(plane.versions())
 
+    def _start_group_manager(self, programs: lws_manager.ManagerPrograms) -> None:
+        manager = lws_manager.start(self.supervisor, self.control_plane, programs)
+        self._versions[manager.name] = executable_facts(inventory.executable_of(manager.pid)).version
+
     def _start_cluster_parts(self) -> None:
         plane = self.control_plane
         net = str(self.subnet.network.network_address).split(".")[1]
@@ -247,7 +261,6 @@ class RehearsalSite:
             f"127.{net}",
             "--nodes",
             str(self.options.nodes),
-            "--groups",
         )
         self.supervisor.start(
             ProcessSpec("node-agent", agent, address=f"127.{net}.0.0/16", ready=self._nodes_ready, grace_s=30.0)
@@ -356,9 +369,9 @@ def _answers(url: str) -> Callable[[], bool]:
     return check
 
 
-def prepare(report: Report) -> ControlPlaneBinaries:
-    """Return the control plane's programs, built now if this machine has none: the one-time part of a set-up."""
-    return ensure_control_plane(report)
+def prepare(report: Report) -> SitePrograms:
+    """Return the compiled programs, built now if this machine has none: the one-time part of a set-up."""
+    return SitePrograms(ensure_control_plane(report), lws_manager.prepare(report))
 
 
 def remove(directory: Path) -> None:

@@ -2,7 +2,4 @@ module k2-release/infra/rehearsal/crds
 
 go 1.26.0
 
-require (
-	sigs.k8s.io/gateway-api v1.4.1
-	sigs.k8s.io/lws v0.9.0
-)
+require sigs.k8s.io/gateway-api v1.4.1

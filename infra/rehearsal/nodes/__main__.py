@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.rehearsal.groups import GroupController
 from infra.rehearsal.kubeclient import KubeClient
 from infra.rehearsal.kubeconnection import Connection
 from infra.rehearsal.nodes.agent import AgentError, NodeAgent
@@ -51,9 +50,8 @@ async def _run(options: argparse.Namespace) -> None:
         loop.add_signal_handler(number, stop.set)
     certificate = (options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
     async with KubeClient(Connection.from_kubeconfig(options.kubeconfig), user_agent="k2-node-agent") as client:
-        companions = [GroupController(client).run] if options.groups else []
         site = SitePaths(options.site.resolve())
-        agent = NodeAgent(client, site, machines(options), certificate=certificate, companions=companions)
+        agent = NodeAgent(client, site, machines(options), certificate=certificate)
         await agent.run(stop)
 
 
@@ -68,7 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pool", default="h200", help="value of the label k2-release.io/pool")
     parser.add_argument("--tls-cert", type=Path, help="certificate of the log servers (default: made here)")
     parser.add_argument("--tls-key", type=Path, help="key of that certificate")
-    parser.add_argument("--groups", action="store_true", help="run the LeaderWorkerSet stand-in in this process too")
     return parser
 
 

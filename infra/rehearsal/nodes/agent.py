@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -74,7 +74,6 @@ class NodeAgent:
         machines: Sequence[Machine],
         *,
         certificate: tuple[Path, Path] | None = None,
-        companions: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         self._client = client
         self._site = site
@@ -82,7 +81,6 @@ class NodeAgent:
         self._pool = MachinePool(client, machines)
         self._addresses = {machine.name: AddressPool(machine) for machine in machines}
         self._certificate = certificate
-        self._companions = companions
         self._ledger = ProcessLedger(site.nodes)
         self._hosts = HostsFile(site.hosts, self._host_table)
         self._pods: dict[str, JsonObject] = {}
@@ -119,7 +117,7 @@ class NodeAgent:
         logs = LogServer([*self._machines.values()], self, self._tls())
         await logs.start()
         self._apply_injections()
-        duties = [self._pool.run, self._watch_pods, self._watch_services, self._watch_injections, *self._companions]
+        duties = [self._pool.run, self._watch_pods, self._watch_services, self._watch_injections]
         tasks = [asyncio.ensure_future(duty()) for duty in duties]
         stopped = asyncio.create_task(stop.wait())
         try:
