@@ -1,137 +1,36 @@
-"""The node agent and the group controller against the real API server, scheduler and controller manager."""
+"""The node agent against the real API server, scheduler and controller manager."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from infra.rehearsal import apiserver, crds
-from infra.rehearsal.addresses import SubnetLease
-from infra.rehearsal.apiserver import ApiError, ControlPlane
-from infra.rehearsal.binaries import ensure_control_plane
-from infra.rehearsal.processes import ProcessSpec, Supervisor
 from infra.rehearsal.procfs import identified
+from tests.contract.agent_site import (
+    NAMESPACE,
+    NODES,
+    Site,
+    agent_site,
+    condition,
+    container,
+    first_status,
+    phase,
+    python,
+    sleeping,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.site, pytest.mark.timeout(300)]
-
-NAMESPACE = "k2"
-NODES = 4
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Site:
-    directory: Path
-    plane: ControlPlane
-    supervisor: Supervisor
-
-    def get(self, path: str) -> dict[str, Any]:
-        return self.plane.admin.request("GET", path)
-
-    def create(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self.plane.admin.request("POST", path, body)
-
-    def delete(self, path: str, grace_s: int | None = None) -> None:
-        options = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
-        self.plane.admin.request("DELETE", path, options | ({} if grace_s is None else {"gracePeriodSeconds": grace_s}))
-
-    def pod(self, name: str) -> dict[str, Any] | None:
-        try:
-            return self.get(f"/api/v1/namespaces/{NAMESPACE}/pods/{name}")
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
-
-    def pods(self, selector: str) -> list[dict[str, Any]]:
-        return self.get(f"/api/v1/namespaces/{NAMESPACE}/pods?labelSelector={selector}")["items"]
-
-    def log(self, pod: str, query: str = "") -> str:
-        # This is what `kubectl logs` asks for; the API server fetches it from the node over HTTPS.
-        answer = self.get(f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/log?{query}")
-        return str(answer["text"]) if set(answer) == {"text"} else json.dumps(answer)
-
-    def processes(self, pod: str) -> list[dict[str, Any]]:
-        content = json.loads((self.directory / "nodes" / "processes.json").read_text())
-        return [process for process in content["processes"] if process["pod"] == pod]
-
-    def run_pod(self, name: str, *containers: dict[str, Any], **spec: Any) -> None:
-        body = {
-            "metadata": {"name": name, "labels": {"test": name}},
-            "spec": {"terminationGracePeriodSeconds": 2, **spec, "containers": list(containers)},
-        }
-        self.create(f"/api/v1/namespaces/{NAMESPACE}/pods", {"apiVersion": "v1", "kind": "Pod", **body})
-
-    def start_agent(self) -> None:
-        subnet = ".".join(self.agent_argv_subnet.split(".")[:2])
-        argv = [sys.executable, "-m", "infra.rehearsal.nodes", "--kubeconfig", str(self.plane.kubeconfig)]
-        argv += ["--site", str(self.directory), "--subnet", subnet, "--nodes", str(NODES), "--groups"]
-        self.supervisor.start(ProcessSpec("node-agent", tuple(argv)), wait=False)
-
-    @property
-    def agent_argv_subnet(self) -> str:
-        return (self.directory / "subnet").read_text()
-
-
-def wait_for(what: str, probe: Callable[[], T | None], timeout_s: float = 120.0) -> T:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        found = probe()
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(0.1)
-
-
-def container(command: list[str], name: str = "main", **more: Any) -> dict[str, Any]:
-    return {"name": name, "image": "registry.example/test:1", "command": command, **more}
-
-
-def python(source: str, name: str = "main", **more: Any) -> dict[str, Any]:
-    return container(["python", "-c", source], name, **more)
-
-
-def condition(item: dict[str, Any], kind: str) -> str:
-    conditions = item.get("status", {}).get("conditions") or []
-    return next((entry["status"] for entry in conditions if entry["type"] == kind), "")
-
-
-def first_status(pod: dict[str, Any] | None) -> dict[str, Any]:
-    return ((pod or {}).get("status", {}).get("containerStatuses") or [{}])[0]
-
-
-def phase(pod: dict[str, Any] | None) -> str:
-    return str((pod or {}).get("status", {}).get("phase", ""))
-
-
-def ready_nodes(site: Site) -> list[str]:
-    nodes = site.get("/api/v1/nodes")["items"]
-    return [node["metadata"]["name"] for node in nodes if condition(node, "Ready") == "True"]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    directory = tmp_path_factory.mktemp("site")
-    with SubnetLease.acquire() as lease, Supervisor(directory, hold_fds=[lease.fileno()]) as supervisor:
-        (directory / "subnet").write_text(str(lease.network.network_address))
-        plane = apiserver.start(supervisor, ensure_control_plane(print))
-        files = [path for path in crds.ensure_files(print) if "leaderworkersets" in path.name]
-        crds.install(plane.admin, files)
-        plane.admin.request("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
-        started = Site(directory, plane, supervisor)
-        started.start_agent()
-        wait_for("nodes ready", lambda: len(ready_nodes(started)) == NODES)
-        account = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/default"
-        wait_for("ServiceAccount", lambda: plane.admin.answers(account))
+    with agent_site(tmp_path_factory.mktemp("site"), groups=False) as started:
         yield started
 
 
@@ -297,50 +196,6 @@ def test_deletion_gives_the_grace_period_and_no_more(site: Site) -> None:
     assert not identified(process["pid"], process["start_ticks"])
 
 
-def group_set(name: str, replicas: int = 1) -> dict[str, Any]:
-    source = (
-        "import json, os, time\n"
-        "keys = ('LWS_LEADER_ADDRESS', 'LWS_GROUP_SIZE', 'LWS_WORKER_INDEX')\n"
-        "print(' '.join(os.environ[key] for key in keys), flush=True)\n"
-        "while os.environ[keys[0]] not in json.load(open(os.environ['K2_REHEARSAL_HOSTS'])): time.sleep(0.1)\n"
-        "print('leader found', flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    main = python(source, resources={"limits": {"nvidia.com/gpu": "8"}})
-    template = {"spec": {"terminationGracePeriodSeconds": 1, "containers": [main]}}
-    return {
-        "apiVersion": "leaderworkerset.x-k8s.io/v1",
-        "kind": "LeaderWorkerSet",
-        "metadata": {"name": name},
-        "spec": {"replicas": replicas, "leaderWorkerTemplate": {"size": 2, "workerTemplate": template}},
-    }
-
-
-def test_a_lost_node_is_seen_and_its_group_moves(site: Site) -> None:
-    base = f"/apis/leaderworkerset.x-k8s.io/v1/namespaces/{NAMESPACE}/leaderworkersets"
-    site.create(base, group_set("prefill"))
-    wait_for("available", lambda: condition(site.get(f"{base}/prefill"), "Available") == "True")
-    worker = site.pod("prefill-0-1")
-    assert worker
-    node, process = worker["spec"]["nodeName"], site.processes("prefill-0-1")[0]
-    injection = site.directory / "inject" / "node-lost.json"
-    injection.parent.mkdir(exist_ok=True)
-    injection.write_text(json.dumps({"node": node}))
-    wait_for("killed", lambda: not identified(process["pid"], process["start_ticks"]))
-    # "Unknown" is the controller manager's word for heartbeats that stopped; the agent would have said "False".
-    wait_for("not ready", lambda: condition(site.get(f"/api/v1/nodes/{node}"), "Ready") == "Unknown")
-
-    def moved() -> bool:
-        pods = [site.pod("prefill-0"), site.pod("prefill-0-1")]
-        return all(pod and condition(pod, "Ready") == "True" and pod["spec"]["nodeName"] != node for pod in pods)
-
-    wait_for("the group on other nodes", moved)
-    injection.unlink()
-    wait_for("ready again", lambda: node in ready_nodes(site))
-    site.delete(f"{base}/prefill")
-    wait_for("gone", lambda: not site.pods("leaderworkerset.sigs.k8s.io/name=prefill"))
-
-
 def test_a_killed_agent_leaves_nothing_and_the_next_one_takes_over(site: Site) -> None:
     # The grandchild has a session of its own: neither the parent's death nor its process group reaches it.
     seconds = f"612.{os.getpid()}"  # this run's alone on the machine
@@ -363,42 +218,3 @@ def test_a_killed_agent_leaves_nothing_and_the_next_one_takes_over(site: Site) -
     assert len(site.processes("survivor")) == 1
     site.delete(f"/api/v1/namespaces/{NAMESPACE}/pods/survivor", grace_s=0)
     wait_for("gone", lambda: site.pod("survivor") is None)
-
-
-# After the others: the real garbage collector looks for kinds that are new to it only every 30 seconds.
-def test_a_group_lives_and_dies_together(site: Site) -> None:
-    base = f"/apis/leaderworkerset.x-k8s.io/v1/namespaces/{NAMESPACE}/leaderworkersets"
-    site.create(base, group_set("decode"))
-    wait_for("available", lambda: condition(site.get(f"{base}/decode"), "Available") == "True")
-    status = site.get(f"{base}/decode")["status"]
-    assert (status["replicas"], status["readyReplicas"], status["updatedReplicas"]) == (1, 1, 1)
-    wait_for("leader found", lambda: "leader found" in site.log("decode-0-1"))
-    assert site.log("decode-0-1").splitlines()[0] == "decode-0.decode.k2 2 1"
-    leader, worker = site.pod("decode-0"), site.pod("decode-0-1")
-    assert leader and worker and leader["spec"]["nodeName"] != worker["spec"]["nodeName"]
-    processes = site.processes("decode-0") + site.processes("decode-0-1")
-    os.kill(site.processes("decode-0-1")[0]["pid"], signal.SIGKILL)
-
-    def renewed() -> bool:
-        pods = [site.pod("decode-0"), site.pod("decode-0-1")]
-        old = {leader["metadata"]["uid"], worker["metadata"]["uid"]}
-        return all(pod and pod["metadata"]["uid"] not in old and condition(pod, "Ready") == "True" for pod in pods)
-
-    wait_for("the whole group anew", renewed)
-    assert not any(identified(process["pid"], process["start_ticks"]) for process in processes)
-    processes = site.processes("decode-0") + site.processes("decode-0-1")
-    site.delete(f"{base}/decode")
-    wait_for("gone", lambda: not site.pods("leaderworkerset.sigs.k8s.io/name=decode"))
-    assert not any(identified(process["pid"], process["start_ticks"]) for process in processes)
-
-
-def sleeping(seconds: str) -> int | None:
-    """Return the pid of the one `sleep` with this argument."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[:2] == [b"sleep", seconds.encode()]:
-            return int(path.parent.name)
-    return None

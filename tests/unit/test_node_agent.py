@@ -455,18 +455,36 @@ def test_a_pod_without_a_token_volume_gets_no_credentials():
     assert has_service_account_token(pod_object(volumes=[{"name": "t", "projected": {"sources": [source]}}]))
 
 
-def test_names_resolve_to_pods_and_services_to_a_ready_pod():
-    def host(name: str, ip: str, *, ready: bool) -> PodHost:
-        pod = pod_object(hostname=name, subdomain="k2-decode")
-        pod["metadata"] |= {"name": name, "labels": {"app": "x"}}
-        return PodHost.of(pod, ip, ready=ready)
+def host(name: str, ip: str, *, ready: bool, **spec: Any) -> PodHost:
+    pod = pod_object(**({"hostname": name, "subdomain": "k2-decode"} | spec))
+    pod["metadata"] |= {"name": name, "labels": {"app": "x"}}
+    return PodHost.of(pod, ip, ready=ready)
 
-    service = {"metadata": {"name": "router", "namespace": "k2"}, "spec": {"selector": {"app": "x"}}}
-    idle = {"metadata": {"name": "idle", "namespace": "k2"}, "spec": {"selector": {"app": "y"}}}
-    table = host_table([host("a", "127.1.1.1", ready=False), host("b", "127.1.1.2", ready=True)], [service, idle])
-    assert table["a.k2-decode.k2"] == table["a.k2-decode.k2.svc.cluster.local"] == "127.1.1.1"
-    assert table["router.k2"] == table["router.k2.svc.cluster.local"] == "127.1.1.2"
-    assert "idle.k2" not in table
+
+def service(name: str, selector: dict[str, str], **spec: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": "k2"}, "spec": {"selector": selector, **spec}}
+
+
+def test_a_service_resolves_to_a_ready_pod():
+    pods = [host("a", "127.1.1.1", ready=False), host("b", "127.1.1.2", ready=True)]
+    table = host_table(pods, [service("router", {"app": "x"}), service("idle", {"app": "y"})])
+    assert set(table) == {"router.k2", "router.k2.svc", "router.k2.svc.cluster.local"}
+    assert set(table.values()) == {"127.1.1.2"}
+
+
+def test_a_pod_resolves_in_its_subdomain_when_a_headless_service_selects_it():
+    pods = [host("a", "127.1.1.1", ready=False), host("b", "127.1.1.2", ready=True)]
+    assert host_table(pods, []) == {}, "no Service, no name"
+    assert host_table(pods, [service("k2-decode", {"app": "y"}, clusterIP="None")]) == {}, "another's Service"
+    assert "b.k2-decode.k2" not in host_table(pods, [service("k2-decode", {"app": "x"})]), "not headless"
+    headless = service("k2-decode", {"app": "x"}, clusterIP="None")
+    ready = host_table(pods, [headless])
+    assert ready["b.k2-decode.k2"] == ready["b.k2-decode.k2.svc.cluster.local"] == "127.1.1.2"
+    assert "a.k2-decode.k2" not in ready
+    early = host_table(pods, [service("k2-decode", {"app": "x"}, clusterIP="None", publishNotReadyAddresses=True)])
+    assert early["a.k2-decode.k2"] == "127.1.1.1", "the Services of groups publish addresses that are not ready"
+    nameless = [host("a", "127.1.1.1", ready=True, hostname=None)]
+    assert all(name.startswith("k2-decode.k2") for name in host_table(nameless, [headless]))
 
 
 def test_pod_addresses_are_not_reused_at_once(tmp_path):

@@ -33,7 +33,7 @@ class PodHost:
         return cls(
             namespace=metadata["namespace"],
             name=metadata["name"],
-            hostname=spec.get("hostname") or metadata["name"],
+            hostname=spec.get("hostname") or "",
             subdomain=spec.get("subdomain") or "",
             labels=metadata.get("labels") or {},
             ip=ip,
@@ -42,23 +42,22 @@ class PodHost:
 
 
 def host_table(pods: Iterable[PodHost], services: Iterable[JsonObject]) -> dict[str, str]:
-    """Return every name that resolves.
+    """Return every name that resolves, as a cluster's DNS has it.
 
-    A pod resolves under its own name as soon as it has an address (the headless Services of groups publish addresses
-    that are not ready); a Service resolves to its first ready pod, since nothing here balances connections.
+    A pod resolves under its host name in its subdomain if a headless Service of the subdomain's name selects it, ready
+    or not as that Service says. A Service resolves to its first such pod, since nothing here balances connections.
     """
     known = sorted(pods, key=lambda pod: (pod.namespace, pod.name))
     table: dict[str, str] = {}
-    for pod in known:
-        table[pod.name] = pod.ip
-        if pod.subdomain:
-            table |= dict.fromkeys(_domain_names(f"{pod.hostname}.{pod.subdomain}.{pod.namespace}"), pod.ip)
     for service in services:
-        metadata = service["metadata"]
-        selector = service["spec"].get("selector") or {}
-        chosen = next((pod.ip for pod in known if _selected(pod, selector, metadata["namespace"])), None)
-        if chosen is not None:
-            table |= dict.fromkeys(_domain_names(f"{metadata['name']}.{metadata['namespace']}"), chosen)
+        chosen = [pod for pod in known if _selected(pod, service)]
+        if service["spec"].get("clusterIP") == "None":
+            for pod in chosen:
+                if pod.hostname and pod.subdomain == service["metadata"]["name"]:
+                    table |= dict.fromkeys(_domain_names(f"{pod.hostname}.{pod.subdomain}.{pod.namespace}"), pod.ip)
+        if chosen:
+            name = f"{service['metadata']['name']}.{service['metadata']['namespace']}"
+            table |= dict.fromkeys(_domain_names(name), chosen[0].ip)
     return table
 
 
@@ -87,11 +86,12 @@ class HostsFile:
             self._written = table
 
 
-def _selected(pod: PodHost, selector: Mapping[str, str], namespace: str) -> bool:
+def _selected(pod: PodHost, service: JsonObject) -> bool:
+    selector = service["spec"].get("selector") or {}
     return (
         bool(selector)
-        and pod.ready
-        and pod.namespace == namespace
+        and (pod.ready or bool(service["spec"].get("publishNotReadyAddresses")))
+        and pod.namespace == service["metadata"]["namespace"]
         and all(pod.labels.get(key) == value for key, value in selector.items())
     )
 
