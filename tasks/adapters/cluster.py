@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tasks.adapters.kinds import KINDS, Kind
-from tasks.adapters.kube_answers import ExistsError, NotThereError, refused
+from tasks.adapters.kube_answers import ExistsError, NotThereError, no_list, refused
 from tasks.adapters.kube_api import APPLY, MERGE, KubeApi, WatchStream
 from tasks.adapters.mirror import DEFAULT_TIMES, ExpiredError, KubeMirror, WatchTimes
 from tasks.core.errors import After, ConflictError, InputError, UnavailableError
@@ -29,8 +29,9 @@ class KubeCluster:
         context: its context; one that the file does not have is refused, and the current one is never guessed at.
         namespace: where namespaced objects live that do not say so themselves.
         field_manager: the owner of the fields that are written.
-        timeout_s: of each request.
+        timeout_s: of each answer, to its last byte; nothing is sent again once a call has taken so long.
         tries: how often a request is sent in all while the server answers 429 or 503.
+        longest_wait_s: before a request is sent again, whatever the server asks for.
         watch_times: of the watches that mirrors keep.
     """
 
@@ -43,9 +44,10 @@ class KubeCluster:
         field_manager: str = FIELD_MANAGER,
         timeout_s: float = 20.0,
         tries: int = 5,
+        longest_wait_s: float = 10.0,
         watch_times: WatchTimes = DEFAULT_TIMES,
     ) -> None:
-        self._api = KubeApi(kubeconfig, context, timeout_s=timeout_s, tries=tries)
+        self._api = KubeApi(kubeconfig, context, timeout_s=timeout_s, tries=tries, longest_wait_s=longest_wait_s)
         self._context = context
         self._namespace = namespace
         self._field_manager = field_manager
@@ -189,9 +191,14 @@ class KubeCluster:
         known, found = _kind(kind), []
         query = {"limit": str(PAGE_SIZE)} | _selector(labels)
         while True:
-            page = self._api.object("GET", known.path(namespace), query=query, where=kind)
-            found += [{"apiVersion": known.api_version, "kind": kind, **item} for item in page.get("items") or ()]
-            metadata = page.get("metadata", {})
+            try:
+                page = self._api.object("GET", known.path(namespace), query=query, where=kind)
+            except NotThereError as error:
+                raise refused(kind, f"The cluster has no objects of that kind: {error.message}") from error
+            items, metadata = page.get("items", {}), page.get("metadata") or {}
+            if page.get("kind") != f"{kind}List" or not (items is None or isinstance(items, list)):
+                raise no_list(kind)
+            found += [{"apiVersion": known.api_version, "kind": kind, **item} for item in items or ()]
             query["continue"] = str(metadata.get("continue") or "")
             if not query["continue"]:
                 return found, str(metadata.get("resourceVersion") or "")

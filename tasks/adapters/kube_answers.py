@@ -30,7 +30,15 @@ class ExistsError(AnswerError):
 
 def refused(where: str, message: str) -> InputError:
     """Return the error of an object or a request that the server, or we, will not have."""
-    return InputError("K2-INP-008", message[:MESSAGE_LIMIT], where=where)
+    return InputError("K2-INP-008", cut(message), where=where)
+
+
+def cut(message: str) -> str:
+    """Return a message without its middle: it begins with the object and ends with what is wrong."""
+    if len(message) <= MESSAGE_LIMIT:
+        return message
+    half = MESSAGE_LIMIT // 2 - 3
+    return f"{message[:half]} ... {message[-half:]}"
 
 
 def no_answer(error: OSError, where: str) -> UnavailableError:
@@ -40,20 +48,33 @@ def no_answer(error: OSError, where: str) -> UnavailableError:
     )
 
 
+def no_list(where: str) -> UnavailableError:
+    """Return the error of an answer to a list that is no list: never an empty one."""
+    return UnavailableError("K2-UNA-001", "The API server's answer is no list.", where=where, retry=After(2.0))
+
+
 def error_of(status: int, data: bytes, where: str) -> Exception:
     """Return what an error answer means; its Status message is kept, cut."""
     body = _status_body(data)
-    message, reason = str(body.get("message", ""))[:MESSAGE_LIMIT], body.get("reason")
+    message, reason = cut(str(body.get("message", ""))), body.get("reason")
     if status == 404:
         return NotThereError(message)
     if status == 410:
         return ExpiredError(message)
-    if status == 409:
+    if status == 409 and reason:
         return _conflict(message, str(reason), body, where)
     # The server's own answer to a field that an applied object does not have is a 500.
     if status in (400, 413, 422) or (status == 500 and message.startswith("failed to create typed patch object")):
         return refused(where, message)
-    if status in (401, 403):
+    if status == 401:
+        return UnavailableError(
+            "K2-UNA-001",
+            f"The API server does not know this identity, or its login has expired: {message}"[:MESSAGE_LIMIT],
+            where=where,
+            hint="Log in again, or give the context's user a token that is valid.",
+            retry=Never(),
+        )
+    if status == 403:
         return UnavailableError(
             "K2-UNA-001",
             f"The API server refuses this identity: {message}"[:MESSAGE_LIMIT],

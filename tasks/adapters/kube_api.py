@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode
 
 from tasks.adapters.kube_answers import MESSAGE_LIMIT, error_of, no_answer
-from tasks.core.errors import After, InputError, K2Error, UnavailableError
+from tasks.core.errors import InputError, K2Error
 from tasks.ports import Object
 
 APPLY = "application/apply-patch+yaml"
@@ -26,19 +27,24 @@ class KubeApi:
     Args:
         kubeconfig: path of the file.
         context: its context; one that the file does not have is refused, and the current one is never guessed at.
-        timeout_s: of each request.
+        timeout_s: of each answer, to its last byte; nothing is sent again once a call has taken so long.
         tries: how often a request is sent in all while the server answers 429 or 503.
+        longest_wait_s: before a request is sent again, whatever the server asks for.
     """
 
-    def __init__(self, kubeconfig: str, context: str, *, timeout_s: float, tries: int) -> None:
+    def __init__(
+        self, kubeconfig: str, context: str, *, timeout_s: float, tries: int, longest_wait_s: float = 10.0
+    ) -> None:
         self._client = _connect(kubeconfig, context)
+        self._login = kubeconfig, context
         self._timeout_s = timeout_s
         self._tries = tries
+        self._longest_wait_s = longest_wait_s
 
     def open_watch(self, path: str, query: Mapping[str, str], silence_s: float, where: str) -> WatchStream:
         """Open a watch that breaks when it says nothing for so long; the error answers of `kube_answers` otherwise."""
         try:
-            response = self.open("GET", path, query, None, JSON, silence_s, preload=False)
+            response = self._open_logged_in("GET", path, query, None, JSON, silence_s)
         except OSError as error:
             raise no_answer(error, where) from error
         if response.status >= 400:
@@ -48,13 +54,7 @@ class KubeApi:
 
     def object(self, method: str, path: str, *, where: str, **request: Any) -> Object:
         """Send a request and return the object that it is answered with."""
-        data = self.request(method, path, where=where, **request)
-        try:
-            parsed: Object = json.loads(data)
-        except ValueError as error:
-            raise UnavailableError(
-                "K2-UNA-001", "The API server's answer is not JSON.", where=where, retry=After(2.0)
-            ) from error
+        parsed: Object = json.loads(self.request(method, path, where=where, check=_require_object, **request))
         return parsed
 
     def request(
@@ -66,35 +66,58 @@ class KubeApi:
         query: Mapping[str, str] | None = None,
         body: Object | None = None,
         content_type: str = JSON,
+        check: Callable[[bytes], None] = lambda data: None,
     ) -> bytes:
-        """Send a request until the server takes it, or has refused or put it off for good."""
+        """Send a request until the server takes it, or has refused or put it off for good.
+
+        An answer that `check` has a BrokenAnswerError for is one that was lost on the way.
+        """
         repeatable = method in _REPEATABLE or content_type == APPLY
         pause_s, asked_s = 0.2, 0.0
-        for left in range(self._tries - 1, -1, -1):
+        deadline = time.monotonic() + self._timeout_s
+        for tries_left in range(self._tries - 1, -1, -1):
             try:
                 status, headers, data = self._send(method, path, query or {}, body, content_type)
+                if status < 400:
+                    check(data)
+                    return data
             except OSError as error:
-                if not (left and repeatable):
+                if not (tries_left and repeatable) or time.monotonic() >= deadline:
                     raise no_answer(error, where) from error
             else:
-                if status < 400:
-                    return data
                 # 429 was not looked at, so it may be sent again whatever it is; 503 may have been.
                 put_off = status == 429 or (status == 503 and repeatable)
-                if not (left and put_off):
+                if not (tries_left and put_off) or time.monotonic() >= deadline:
                     raise error_of(status, data, where)
                 asked_s = _asked_wait_s(headers)
-            time.sleep(min(max(pause_s, asked_s), 10.0))
+            time.sleep(min(max(pause_s, asked_s), self._longest_wait_s))
             pause_s *= 2
         raise AssertionError("unreachable")
 
     def _send(
         self, method: str, path: str, query: Mapping[str, str], body: Object | None, content_type: str
     ) -> tuple[int, Mapping[str, str], bytes]:
-        response = self.open(method, path, query, body, content_type, self._timeout_s, preload=True)
-        return response.status, response.headers, response.data
+        deadline = time.monotonic() + self._timeout_s
+        response = self._open_logged_in(method, path, query, body, content_type, self._timeout_s)
+        parts = []
+        for block in WatchStream(response).blocks():
+            parts.append(block)
+            # The connection's own timeout is of silence: an answer may drip for ever within it.
+            if time.monotonic() > deadline:
+                response.close()
+                raise TimeoutError("the answer did not end in time")
+        return response.status, response.headers, b"".join(parts)
 
-    def open(
+    def _open_logged_in(self, *request: Any) -> Any:
+        """Send one request; a login that is refused is read anew once: its token may have been rotated since."""
+        response = self._open(*request)
+        if response.status != HTTPStatus.UNAUTHORIZED:
+            return response
+        response.close()
+        self._client = _connect(*self._login)
+        return self._open(*request)
+
+    def _open(
         self,
         method: str,
         path: str,
@@ -102,15 +125,13 @@ class KubeApi:
         body: Object | None,
         content_type: str,
         silence_s: float,
-        *,
-        preload: bool,
     ) -> Any:
-        """Send one request and return the answer, read whole (`preload`) or to be read; OSError if there is none."""
+        """Send one request and return the answer, its body to be read; OSError if there is none."""
         from urllib3.exceptions import HTTPError
 
         resource = path + (f"?{urlencode(query)}" if query else "")
         headers = {"Accept": "application/json, */*", "Content-Type": content_type}
-        # Puts in the login: a token that is read again when it expires, or what an exec plugin gives.
+        # Puts in the login: a token, or what an exec plugin gives, which is run again when that expires.
         method, url, headers, content, _ = self._client.param_serialize(
             method=method,
             resource_path=resource,
@@ -126,10 +147,14 @@ class KubeApi:
                 body=None if content is None else json.dumps(content),
                 timeout=_timeout(min(5.0, self._timeout_s), silence_s),
                 retries=False,
-                preload_content=preload,
+                preload_content=False,
             )
         except HTTPError as error:
             raise ConnectionError(f"{type(error).__name__}: {error}"[:MESSAGE_LIMIT]) from error
+
+
+class BrokenAnswerError(ConnectionError):
+    """An answer that cannot be what the server said."""
 
 
 class WatchStream:
@@ -190,6 +215,16 @@ def _connect(kubeconfig: str, context: str) -> Any:
         ) from error
     configuration.connection_pool_maxsize = 16
     return ApiClient(configuration)
+
+
+def _require_object(data: bytes) -> None:
+    try:
+        parsed = json.loads(data)
+    except ValueError:
+        # Also what is left of an answer that was cut in its headers: the library takes their end for the answer's.
+        raise BrokenAnswerError("the answer is not JSON") from None
+    if not isinstance(parsed, dict):
+        raise BrokenAnswerError("the answer is no object")
 
 
 def _timeout(connect_s: float, read_s: float) -> Any:

@@ -85,8 +85,9 @@ class KubeMirror:
         self._where = where
         self._times = times
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, str], Object] = {}
+        self._known: dict[str, Object] = {}
         self._listed = threading.Event()
+        self._heard = threading.Event()
         self._closed = threading.Event()
         self._confirmed_at = time.monotonic()
         self._error: K2Error | None = None
@@ -117,7 +118,7 @@ class KubeMirror:
             UnavailableError: nothing has been listed yet, or nothing confirmed for longer than the limit (K2-UNA-001).
             K2Error: what the server says for good, such as a missing right; once listed, only beyond the limit.
         """
-        self._listed.wait(self._times.limit_s)
+        self._heard.wait(self._times.limit_s)
         silent_s = self.unconfirmed_s()
         error = self._error
         # Once something was listed a refusal is doubted as silence is: a server that has just started refuses all.
@@ -153,6 +154,8 @@ class KubeMirror:
                 self._version = ""
             except K2Error as error:
                 self._error = error
+                if isinstance(error.retry, Never):
+                    self._heard.set()
             except Exception as error:  # what a connection, a library or a broken answer brings: begin again
                 self._error = _broken(error, self._where)
             else:
@@ -168,25 +171,27 @@ class KubeMirror:
         self._version = version
         self._confirm()
         self._listed.set()
+        self._heard.set()
 
     def _watch(self) -> None:
         """Take in one watch up to its end in order. What was told before a break is known: the next goes on there."""
         times = self._times
-        deadline = time.monotonic() + times.window_s + times.grace_s
+        began = time.monotonic()
         stream = self._source.watch(self._version, times.window_s, times.window_s + times.grace_s)
         with self._lock:
             self._stream = stream
         if self._closed.is_set():  # between the two lines above `close` had no stream to close
             stream.close()
         try:
-            for line in _lines(stream.blocks()):
+            for line in _lines(_until(began + times.window_s + times.grace_s, stream.blocks())):
                 self._take(json.loads(line))
-                if time.monotonic() > deadline:
-                    raise TimeoutError("the server does not end the watch")
         finally:
             with self._lock:
                 self._stream = None
             stream.close()
+        if time.monotonic() - began < times.window_s / 2:
+            # Nobody asked for that end: it confirms nothing, and the next watch may end as soon.
+            raise ConnectionError("the watch ended before its time")
         self._confirm()
 
     def _take(self, event: Object) -> None:
@@ -215,9 +220,18 @@ def _broken(error: Exception, where: str) -> UnavailableError:
     )
 
 
-def _key(obj: Object) -> tuple[str, str]:
+def _key(obj: Object) -> str:
+    """Return what tells objects apart, and what a server orders a list by."""
     metadata = obj["metadata"]
-    return str(metadata.get("namespace", "")), str(metadata["name"])
+    return f"{metadata.get('namespace', '')}/{metadata['name']}"
+
+
+def _until(deadline: float, blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield blocks; TimeoutError after the deadline, which a stream that drips would never let a read see."""
+    for block in blocks:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the server does not end the watch")
+        yield block
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
