@@ -78,6 +78,7 @@ def test_gpus_of_other_namespaces_are_in_use_too_and_never_the_candidates_own():
             "containers": [{"name": "a", "resources": {"limits": {"nvidia.com/gpu": "1"}}}],
         },
     }
+    world.cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "research"}})
     world.cluster.apply(pod)
     assert "somebodys" not in {p["metadata"]["name"] for p in world.cluster.list_objects("Pod")}
     facts = read_nodes(world.ports(), subject.serving)[0]
