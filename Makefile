@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 BENCH ?=
 TIER ?=
 
-.PHONY: setup rehearse rehearse-full test test-guards test-rehearsal record check format controlplane bench lock golden clean help
+.PHONY: setup rehearse rehearse-full test test-contract test-guards test-rehearsal record check format controlplane bench lock golden clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -31,6 +31,9 @@ rehearse-full: setup ## the same with the published layout: 4P+12D beside 4P+12D
 
 test: setup ## unit, contract, golden and orchestration tests
 	@$(BIN)/python -m pytest
+
+test-contract: setup ## contract suites: each port's cases on its fake and on the real thing, and a table of them
+	@$(BIN)/python -m pytest -q tests/contract
 
 test-guards: setup ## remove each invariant's guard in a copy of the tree and show the test that turns red
 	@$(BIN)/python tests/guards/run.py
