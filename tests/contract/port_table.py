@@ -56,7 +56,7 @@ class PortCases:
         return found + [f"neither a port case nor a wire case: {name}" for name in sorted(self.astray)]
 
 
-@dataclass
+@dataclass(eq=False)  # pytest keeps its plugins in sets
 class PortTable:
     """A pytest plugin. `root` is the directory whose subdirectories are ports, `rootdir` what node ids start from."""
 

@@ -1,55 +1,78 @@
 """An object store in memory with the contract of `ports.Store`, for tests of what is built on the port.
 
-The contract suite (tests/contract/test_store.py) runs on this and on a real S3 server; where they differ this is wrong.
+The port cases in tests/contract/store run on this and on a real S3 server; where they differ this is wrong.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Iterator
 
 from tasks.core.errors import ConflictError, UnavailableError
 from tasks.ports import StoredObject, UploadedPart
 
 BLOCK_BYTES = 64 * 1024
+MIN_PART_BYTES = 5 * 1024 * 1024
 
 
 class MemoryStore:
-    """Keeps objects and unfinished uploads in dictionaries."""
+    """Keeps objects and unfinished uploads in dictionaries.
 
-    def __init__(self) -> None:
+    Args:
+        min_part_bytes: parts but the last are not smaller; S3's bound unless a test wants many small parts.
+    """
+
+    def __init__(self, min_part_bytes: int = MIN_PART_BYTES) -> None:
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
         self.calls: list[str] = []
+        self._min_part_bytes = min_part_bytes
         self._started = 0
+        self._lock = threading.RLock()
+        self._uploaded: dict[str, tuple[bytes, str]] = {}
+        """Objects that were made out of parts, with their etags."""
+        self._finished: set[tuple[str, str]] = set()
 
     def ensure_bucket(self) -> None:
         """Do nothing: there is one bucket."""
 
     def head(self, key: str) -> StoredObject | None:
         data = self.objects.get(key)
-        return None if data is None else StoredObject(key, len(data), _md5(data))
+        return None if data is None else StoredObject(key, len(data), self._etag(key))
 
     def get(self, key: str) -> tuple[bytes, str]:
-        data = self.objects[key]
-        return data, _md5(data)
+        with self._lock:
+            return self.objects[key], self._etag(key)
+
+    def _etag(self, key: str) -> str:
+        data, (made, etag) = self.objects[key], self._uploaded.get(key, (b"", ""))
+        return etag if etag and made == data else _md5(data)
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str = "") -> str:
-        there = self.objects.get(key)
-        if (if_absent and there is not None) or (if_match and (there is None or _md5(there) != if_match)):
-            raise ConflictError("K2-CON-004", "The stored object is not the one this write was decided on.", where=key)
-        self.calls.append(f"put {key}")
-        self.objects[key] = bytes(data)
-        return _md5(data)
+        with self._lock:
+            there = key in self.objects
+            if (if_absent and there) or (if_match and (not there or self._etag(key) != if_match)):
+                raise ConflictError(
+                    "K2-CON-004", "The stored object is not the one this write was decided on.", where=key
+                )
+            self.calls.append(f"put {key}")
+            self.objects[key] = bytes(data)
+            self._uploaded.pop(key, None)
+            return _md5(data)
 
     def list_objects(self, prefix: str) -> list[StoredObject]:
-        return [StoredObject(k, len(v), _md5(v)) for k, v in sorted(self.objects.items()) if k.startswith(prefix)]
+        with self._lock:
+            found = sorted((key, len(data)) for key, data in self.objects.items() if key.startswith(prefix))
+            return [StoredObject(key, size_bytes, self._etag(key)) for key, size_bytes in found]
 
     def open(self, key: str, offset: int = 0) -> Iterator[bytes]:
         self.calls.append(f"open {key}")
         if key not in self.objects:
             raise UnavailableError("K2-UNA-001", "The store does not hold the object.", where=key)
         data = self.objects[key]
+        if offset and offset >= len(data):
+            raise UnavailableError("K2-UNA-001", "The store answered InvalidRange.", where=key)
         for start in range(offset, len(data), BLOCK_BYTES):
             yield data[start : start + BLOCK_BYTES]
 
@@ -77,12 +100,22 @@ class MemoryStore:
         return UploadedPart(number, len(data), _md5(data), hashlib.sha256(data).hexdigest())
 
     def finish_upload(self, key: str, upload_id: str, parts: Iterable[UploadedPart]) -> None:
+        if (key, upload_id) in self._finished:
+            return
         of, there = self.uploads.get(upload_id, ("", {}))
         listed = list(parts)
         if of != key or not listed or any(not _same(there.get(p.number), p) for p in listed):
             raise UnavailableError("K2-UNA-001", "invalid part", where=key)
-        self.objects[key] = b"".join(there[part.number] for part in listed)
-        del self.uploads[upload_id]
+        numbers = [part.number for part in listed]
+        if numbers != sorted(set(numbers)) or any(len(there[n]) < self._min_part_bytes for n in numbers[:-1]):
+            raise UnavailableError("K2-UNA-001", "parts in disorder or too small", where=key)
+        made = b"".join(there[number] for number in numbers)
+        digests = b"".join(hashlib.md5(there[n], usedforsecurity=False).digest() for n in numbers)
+        with self._lock:
+            self.objects[key] = made
+            self._uploaded[key] = (made, f"{_md5(digests)}-{len(numbers)}")
+            self._finished.add((key, upload_id))
+            del self.uploads[upload_id]
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         self.uploads.pop(upload_id, None)

@@ -55,6 +55,7 @@ def cells(output: str, port: str) -> list[str]:
 
 def test_the_table_has_a_row_for_each_port(tmp_path: Path) -> None:
     two = {"store/test_store.py": SAME, "store/test_wire_store.py": WIRE}
+    two |= {"store/conftest.py": "", "site/conftest.py": ""}
     three = SAME.replace('"real"]', '"real", "olah"]')
     code, output = run(tmp_path, two | {"hub/test_hub.py": three, "test_other.py": WIRE, "site/test_nodes.py": WIRE})
     assert code == 0, output

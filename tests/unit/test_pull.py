@@ -48,7 +48,7 @@ def hub() -> FakeHub:
 
 @pytest.fixture
 def store() -> MemoryStore:
-    return MemoryStore()
+    return MemoryStore(min_part_bytes=1)
 
 
 def pull_all(hub: Any, store: MemoryStore, stop: Stop | None = None) -> dict[str, int]:
