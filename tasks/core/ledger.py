@@ -6,12 +6,13 @@ database, so a lost Prefect server loses nothing of what is live.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.core.errors import InputError
+from tasks.core.errors import InputError, IntegrityError
 from tasks.core.spec import plain
 
 LEDGER_VERSION = 1
@@ -60,7 +61,20 @@ def ledger_prefix(release: str) -> str:
 
 def ledger_number(key: str) -> int:
     """Return the number of a record's key; older tools wrote step and event behind it."""
-    return int(re.split(r"[-.]", key.rpartition("/")[2], maxsplit=1)[0])
+    number = re.split(r"[-.]", key.rpartition("/")[2], maxsplit=1)[0]
+    if not number.isdecimal():
+        raise _unreadable(key, "a name without a number", f"{ledger_prefix('<release>')}00000.json and so on")
+    return int(number)
+
+
+def record_from_bytes(data: bytes, key: str) -> Record:
+    """Return the record under a key; IntegrityError if it cannot be read, InputError if a newer tool wrote it."""
+    try:
+        return record_from_data(json.loads(data))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreadable(
+            key, f"{len(data)} bytes that are no record ({type(error).__name__})", "a JSON object with version, step..."
+        ) from error
 
 
 def record_from_data(data: Mapping[str, Any]) -> Record:
@@ -81,6 +95,19 @@ def record_from_data(data: Mapping[str, Any]) -> Record:
         at=float(data["at"]),
         data=dict(data.get("data", {})),
         version=int(data["version"]),
+    )
+
+
+def _unreadable(key: str, got: str, expected: str) -> IntegrityError:
+    """Return the refusal to go on from a ledger of which a part is unknown: a step might be done twice."""
+    return IntegrityError(
+        "K2-INT-003",
+        "A ledger record cannot be read.",
+        where=key,
+        got=got,
+        expected=expected,
+        hint="Put the object back as it was written (the store's versions), or delete it if no release wrote it; "
+        "nothing was changed.",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from traceback import extract_tb
@@ -20,7 +19,7 @@ from tasks.core.ledger import (
     fold,
     ledger_number,
     ledger_prefix,
-    record_from_data,
+    record_from_bytes,
 )
 from tasks.core.spec import plain
 from tasks.ports import Store
@@ -47,7 +46,7 @@ def append(store: Store, record: Record) -> str:
 
 def records(store: Store, release: str) -> list[Record]:
     """Return a release's records in the order of their numbers."""
-    return [record_from_data(json.loads(store.get(key)[0])) for key in _keys(store, release)]
+    return [record_from_bytes(store.get(key)[0], key) for key in _keys(store, release)]
 
 
 def _keys(store: Store, release: str) -> list[str]:

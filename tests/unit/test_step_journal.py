@@ -22,21 +22,6 @@ def stored(world):
     return b"".join(world.store.objects.values()).decode()
 
 
-def test_records_come_back_in_order():
-    store = MemoryStore()
-    written = [record(), record(event=FINISHED, a=1), record("stage"), record("stage", FAILED)]
-    keys = [append(store, one) for one in written]
-    assert keys == sorted(keys)
-    assert records(store, "r") == written
-
-
-def test_ledgers_of_releases_whose_names_begin_alike_are_apart():
-    store = MemoryStore()
-    append(store, Record("r-1", "pull", STARTED, "run", 1.0))
-    append(store, Record("r-10", "lock", STARTED, "run", 1.0))
-    assert [one.step for one in records(store, "r-1")] == ["pull"]
-
-
 def test_a_writer_that_was_faster_is_not_overwritten():
     class Raced(MemoryStore):
         raced = False
@@ -73,23 +58,6 @@ def test_a_put_whose_answer_was_lost_is_not_written_twice():
     store = Lost()
     assert append(store, record()) == "ledger/r/00000.json"
     assert len(store.objects) == 1
-
-
-def test_records_of_an_older_tool_are_read_in_their_place():
-    store = MemoryStore()
-    old = [record(), record(event=FINISHED), record("stage")]
-    for number, one in enumerate(old):
-        key = f"ledger/r/{number:05d}-{one.step}-{one.event}.json"
-        store.objects[key] = json.dumps({**vars(one), "data": {}}).encode()
-    assert append(store, record("end", FAILED)) == "ledger/r/00003.json"
-    assert records(store, "r") == [*old, record("end", FAILED)]
-
-
-def test_the_order_is_that_of_numbers_however_many_digits():
-    store = MemoryStore()
-    store.objects["ledger/r/99999.json"] = json.dumps({**vars(record()), "data": {}}).encode()
-    assert append(store, record("end", FAILED)) == "ledger/r/100000.json"
-    assert [one.step for one in records(store, "r")] == ["pull", "end"]
 
 
 def test_a_ledger_that_cannot_be_appended_to_says_so():
