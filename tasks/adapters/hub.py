@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -61,7 +61,12 @@ class HfHub:
         """Return the 40-hex commit of a branch, tag or commit, as the Hub says now (never from a cache)."""
         check_repo(repo)
         url = f"{self._endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}"
-        commit = str(_json(self._get(url, f"{repo}@{revision}")[0], url).get("sha", ""))
+        try:
+            answer, _ = self._get(url, f"{repo}@{revision}")
+        except UnavailableError as error:
+            wrong = self._wrong_input(error, repo, revision) if _COMMIT.fullmatch(revision) else None
+            raise wrong or error from error.__cause__
+        commit = str(_json(answer, url).get("sha", ""))
         if not _COMMIT.fullmatch(commit):
             raise UnavailableError("K2-UNA-001", "The Hub names no commit.", where=url, got=commit, retry=After(5.0))
         return commit
@@ -74,7 +79,7 @@ class HfHub:
         url = f"{self._endpoint}/api/models/{repo}/tree/{revision}?recursive=true&expand=false"
         files: list[LockedFile] = []
         for _ in range(_MAX_PAGES):
-            entries, following = self._get(url, where)
+            entries, following = self._get(url, where, missing=_no_such_revision)
             files += _files(entries, url)
             if not following:
                 return HubRevision(repo, revision, tuple(sorted(files, key=lambda file: file.path)))
@@ -103,18 +108,26 @@ class HfHub:
 
     def open_file(self, repo: str, revision: str, path: str, offset: int) -> Iterator[bytes]:
         """Yield a file's bytes from an offset on, in blocks, unverified; UnavailableError when the stream breaks."""
-        from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
+        try:
+            yield from self._stream(repo, revision, path, offset)
+        except UnavailableError as error:
+            raise self._wrong_input(error, repo, revision, path) or error from error.__cause__
+
+    def _stream(self, repo: str, revision: str, path: str, offset: int) -> Iterator[bytes]:
+        from huggingface_hub import hf_hub_url, hf_raise_for_status
 
         url = hf_hub_url(repo, path, revision=revision, endpoint=self._endpoint)
         # Compressed on the way, a range and a length would not be those of the file.
         headers = {**self._headers(), "Accept-Encoding": "identity"}
         if offset:
             headers["Range"] = f"bytes={offset}-"
-        with (
-            _translated(f"{repo}@{revision} {path}"),
-            get_session().stream("GET", url, headers=headers, timeout=self._timeout()) as response,
-        ):
+        with _translated(f"{repo}@{revision} {path}"), ExitStack() as stack:
+            response = self._begun(stack, url, headers)
+            if response.status_code == 416:
+                _check_end(_announced_size(response), offset, url)
+                return
             hf_raise_for_status(response)
+            # A server that knows no ranges sends all of it.
             skip = offset if response.status_code == 200 else 0
             for block in response.iter_bytes():
                 if skip >= len(block):
@@ -123,13 +136,52 @@ class HfHub:
                 yield block[skip:] if skip else block
                 skip = 0
             _check_length(response, url)
+            _check_end(offset - skip, offset, url)
 
-    def _get(self, url: str, where: str) -> tuple[Any, str]:
-        """Return the JSON of one answer and the URL of the next page, or an empty one."""
-        from huggingface_hub import get_session, hf_raise_for_status
+    def _begun(self, stack: ExitStack, url: str, headers: Mapping[str, str]) -> Any:
+        """Return the response to a GET whose body is still to come.
 
-        with _translated(where):
-            response = get_session().get(url, headers=self._headers(), timeout=self._timeout())
+        A kept connection that the server closed while the request was on its way gives no answer at all: the request
+        is made once more on another one. Servers close it after an error of theirs, so it is the next request that
+        would fail for nothing.
+        """
+        import httpx2
+        from huggingface_hub import get_session
+
+        def begin() -> Any:
+            return stack.enter_context(get_session().stream("GET", url, headers=headers, timeout=self._timeout()))
+
+        try:
+            return begin()
+        except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError):
+            return begin()
+
+    def _wrong_input(self, error: UnavailableError, repo: str, revision: str, path: str = "") -> K2Error | None:
+        """Return the wrong input behind an error of the server, or None if its own list does not tell one.
+
+        A mirror may answer 500 to what it does not have (olah 0.5.4, seen): tried again it would fail for good.
+        """
+        if int(error.details.get("status", 0)) < 500:
+            return None
+        try:
+            listed = self.list_revision(repo, revision)
+        except InputError as wrong:
+            return wrong
+        except K2Error:
+            return None
+        there = not path or path in {file.path for file in listed.files}
+        return None if there else _no_such_file(f"{repo}@{revision} {path}")
+
+    def _get(self, url: str, where: str, missing: Callable[[str], K2Error] | None = None) -> tuple[Any, str]:
+        """Return the JSON of one answer and the URL of the next page, or an empty one.
+
+        `missing` makes the error of an address that the Hub does not have; else it is that of a file.
+        """
+        from huggingface_hub import hf_raise_for_status
+
+        with _translated(where, missing or _no_such_file), ExitStack() as stack:
+            response = self._begun(stack, url, self._headers())
+            response.read()
             hf_raise_for_status(response)
             try:
                 return response.json(), str(response.links.get("next", {}).get("url", ""))
@@ -215,8 +267,54 @@ def _check_length(response: Any, url: str) -> None:
         )
 
 
+def _check_end(size_bytes: int, offset: int, url: str) -> None:
+    """Raise UnavailableError for an offset behind the end of what the Hub has."""
+    if size_bytes < offset:
+        raise UnavailableError(
+            "K2-UNA-001",
+            "The Hub's file is shorter than the place to go on from.",
+            where=url,
+            got=f"{size_bytes} bytes",
+            expected=f"at least {offset} bytes",
+            retry=After(1.0),
+        )
+
+
+def _announced_size(response: Any) -> int:
+    """Return the size that a refused range names (`Content-Range: bytes */SIZE`), or -1."""
+    size = str(response.headers.get("Content-Range", "")).rpartition("/")[2]
+    return int(size) if size.isdecimal() else -1
+
+
+def _no_such_file(where: str) -> K2Error:
+    return InputError("K2-INP-004", "The revision has no such file.", where=where)
+
+
+def _no_such_revision(where: str) -> K2Error:
+    return InputError(
+        "K2-INP-002",
+        "The repository has no such revision.",
+        where=where,
+        got="no such revision",
+        expected="a branch, tag or commit of it",
+        hint=f"check the name at the Hub, or lock its main: `k2ctl lock {where.partition('@')[0]}`",
+    )
+
+
+def _no_such_repository(where: str) -> K2Error:
+    return InputError(
+        "K2-INP-002",
+        "The Hub has no such repository.",
+        where=where,
+        got="no such repository",
+        expected="owner/name",
+        # Some mirrors say so of a revision too.
+        hint="Check the name and the revision, and that the token may read it.",
+    )
+
+
 @contextmanager
-def _translated(where: str) -> Iterator[None]:
+def _translated(where: str, missing: Callable[[str], K2Error] = _no_such_file) -> Iterator[None]:
     """Turn what huggingface_hub and its HTTP client raise into errors of ours."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError
@@ -224,14 +322,14 @@ def _translated(where: str) -> Iterator[None]:
     try:
         yield
     except HfHubHTTPError as error:
-        raise _http_error(error, where) from error
+        raise _http_error(error, where, missing) from error
     except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError) as error:
         raise UnavailableError(
             "K2-UNA-001", f"The Hub did not answer: {type(error).__name__}.", where=where, retry=After(2.0)
         ) from error
 
 
-def _http_error(error: Any, where: str) -> K2Error:
+def _http_error(error: Any, where: str, missing: Callable[[str], K2Error]) -> K2Error:
     from huggingface_hub.errors import (
         DisabledRepoError,
         EntryNotFoundError,
@@ -240,37 +338,28 @@ def _http_error(error: Any, where: str) -> K2Error:
         RevisionNotFoundError,
     )
 
-    hint = "Check the name, and that the token may read it."
     if isinstance(error, (GatedRepoError, DisabledRepoError)):
+        hint = "Check the name, and that the token may read it."
         return InputError("K2-INP-002", "The Hub refuses this repository: gated or disabled.", where=where, hint=hint)
     if isinstance(error, RepositoryNotFoundError):
-        return InputError(
-            "K2-INP-002",
-            "The Hub has no such repository.",
-            where=where,
-            got="no such repository",
-            expected="owner/name",
-            hint=hint,
-        )
+        return _no_such_repository(where)
     if isinstance(error, RevisionNotFoundError):
-        return InputError(
-            "K2-INP-002",
-            "The repository has no such revision.",
-            where=where,
-            got="no such revision",
-            expected="a branch, tag or commit of it",
-            hint=f"check the name at the Hub, or lock its main: `k2ctl lock {where.partition('@')[0]}`",
-        )
+        return _no_such_revision(where)
     if isinstance(error, EntryNotFoundError):
-        return InputError("K2-INP-004", "The revision has no such file.", where=where)
+        return missing(where)
     status = error.response.status_code
     wait_s = _asked_wait_s(error.response.headers)
     if status == 429:
         wait_s = _RATE_LIMIT_S if wait_s is None else wait_s
         summary = f"The Hub limits the rate: it asks for a wait of {wait_s:g} s."
         return UnavailableError("K2-UNA-001", summary, where=where, retry=After(wait_s))
-    summary = f"The Hub answered HTTP {status}."
-    return UnavailableError("K2-UNA-001", summary, where=where, retry=After(5.0 if wait_s is None else wait_s))
+    return UnavailableError(
+        "K2-UNA-001",
+        f"The Hub answered HTTP {status}.",
+        where=where,
+        retry=After(5.0 if wait_s is None else wait_s),
+        details={"status": status},
+    )
 
 
 def _asked_wait_s(headers: Mapping[str, str]) -> float | None:
