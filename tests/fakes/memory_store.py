@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from tasks.core.errors import ConflictError, UnavailableError
 from tasks.ports import StoredObject, UploadedPart
@@ -33,6 +34,12 @@ class MemoryStore:
         self._uploaded: dict[str, tuple[bytes, str]] = {}
         """Objects that were made out of parts, with their etags."""
         self._finished: set[tuple[str, str]] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}  # a world is copied, its lock not
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
 
     def ensure_bucket(self) -> None:
         """Do nothing: there is one bucket."""
