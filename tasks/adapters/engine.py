@@ -77,7 +77,8 @@ class GatewayEngine:
         response = self._get("/workers", serving)
         if response.status_code != 200:
             return []
-        return [dict(worker) for worker in _json(response).get("workers", ())]
+        listed = _json(response).get("workers")
+        return [dict(worker) for worker in listed if isinstance(worker, Mapping)] if isinstance(listed, list) else []
 
     def forget_worker(self, serving: str, worker_id: str) -> None:
         """Have the router forget a worker; one that it does not know is no error.

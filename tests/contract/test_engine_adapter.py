@@ -6,7 +6,8 @@ import pytest
 
 from tasks.adapters.engine import GatewayEngine
 from tasks.core.spec import Workload
-from tests.contract.test_engine_router import DECODE_URL, PREFILL_URL, ROUTER_URL, Pair, pair, until
+from tests.contract.engine_pair import until
+from tests.contract.test_engine_router import ROUTER_URL, Pair, pair
 
 __all__ = ["pair"]  # the fixture
 
@@ -14,12 +15,6 @@ __all__ = ["pair"]  # the fixture
 @pytest.fixture
 def engine(pair: Pair) -> GatewayEngine:
     return GatewayEngine(ROUTER_URL, "kimi-k2")
-
-
-def test_the_router_says_what_it_has(engine: GatewayEngine) -> None:
-    assert engine.router_ready("any") is True
-    found = {(worker["url"], worker["worker_type"], worker["is_healthy"]) for worker in engine.workers("any")}
-    assert found == {(PREFILL_URL, "prefill", True), (DECODE_URL, "decode", True)}
 
 
 @pytest.mark.parametrize("stream", [True, False])

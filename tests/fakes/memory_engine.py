@@ -1,4 +1,7 @@
-"""Engines behind a gateway in memory: scripted sets that answer right, wrong, slowly or not at all."""
+"""Engines behind a gateway in memory: scripted sets that answer right, wrong, slowly or not at all.
+
+The port cases in tests/contract/router run on its router and on a real one; where they differ this is wrong.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,10 @@ class MemoryEngine:
     sets: dict[str, Behaviour] = field(default_factory=dict)
     stale: dict[str, list[Object]] = field(default_factory=dict)
     """Workers by serving label that the router has not noticed the end of."""
+    dead: set[str] = field(default_factory=set)
+    """Addresses (url) of workers that the router knows and that do not answer it."""
+    forgotten: set[str] = field(default_factory=set)
+    """Ids that the router was told to forget: it does not find their pods again by itself."""
     asked: list[str] = field(default_factory=list)
     served: dict[str, float] = field(default_factory=dict)
     on_ask: Callable[[str], None] = lambda serving: None
@@ -76,7 +83,8 @@ class MemoryEngine:
         return str(next(header["value"] for header in headers if header["name"] == RELEASE_HEADER))
 
     def router_ready(self, serving: str) -> bool:
-        return bool(self.workers(serving))
+        """Ready with at least one healthy prefill and one healthy decode, as the router in PD mode says it."""
+        return {"prefill", "decode"} <= {w["worker_type"] for w in self.workers(serving) if w["is_healthy"]}
 
     def workers(self, serving: str) -> list[Object]:
         pods = self.cluster.list_objects("Pod", {"k2-release.io/serving": serving})
@@ -91,10 +99,15 @@ class MemoryEngine:
             if (role := pod["metadata"]["labels"]["k2-release.io/role"]) in ("prefill", "decode")
             and pod["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
         ]
-        return known + [dict(worker) for worker in self.stale.get(serving, [])]
+        known += [dict(worker) for worker in self.stale.get(serving, [])]
+        return [
+            {**worker, "is_healthy": worker["is_healthy"] and worker["url"] not in self.dead}
+            for worker in known
+            if worker["id"] not in self.forgotten
+        ]
 
     def forget_worker(self, serving: str, worker_id: str) -> None:
-        self.stale[serving] = [worker for worker in self.stale.get(serving, []) if worker["id"] != worker_id]
+        self.forgotten |= {worker["id"] for worker in self.workers(serving) if worker["id"] == worker_id}
 
     def counters(self, serving: str) -> dict[str, float]:
         how = self.sets.get(serving)

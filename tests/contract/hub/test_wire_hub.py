@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from tasks.adapters.hub import HfHub
 from tasks.core.errors import After, InputError, Never, UnavailableError
 from tests.contract.hub.conftest import FILES, GATED, REPO, SHARD, TOKEN, HubSite
+from tests.contract.odd_server import odd_server, send
 
 
 @contextmanager
@@ -87,41 +88,6 @@ def test_wrong_bytes_are_handed_on_for_the_caller_to_find(hub: HfHub, site: HubS
         data = b"".join(hub.open_file(REPO, site.commit, SHARD, 0))
     assert len(data) == len(FILES[SHARD])
     assert data != FILES[SHARD]
-
-
-@contextmanager
-def odd_server(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
-    """Serve every GET with a function."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            answer(self)
-            self.close_connection = True
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def send(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: str) -> None:
-    handler.send_response(status)
-    headers.setdefault("Content_Length", str(len(body)))
-    for name, value in headers.items():
-        handler.send_header(name.replace("_", "-"), value)
-    handler.end_headers()
-    handler.wfile.write(body)
 
 
 @pytest.mark.parametrize("status", [500, 504])

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from infra.rehearsal.processes import Supervisor
 from tasks.adapters.store import S3Store, StoreCredentials
 from tasks.core.errors import After, ConflictError, Never, UnavailableError
 from tests.contract.faulty_line import FaultyLine
+from tests.contract.odd_server import odd_server, send
 
 PART = 5 * 1024 * 1024
 
@@ -113,55 +114,34 @@ def test_nobody_there_says_try_again() -> None:
 
 
 @contextmanager
-def answering(answers: list[tuple[int, bytes]], length: int | None = None) -> Iterator[str]:
-    """Serve the answers in turn, the last one for good; `length` is announced instead of the true one."""
+def answering(*answers: tuple[int, bytes], **headers: str) -> Iterator[str]:
+    """Serve the answers in turn, the last one for good."""
+    left = list(answers)
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        status, body = left.pop(0) if len(left) > 1 else left[0]
+        send(handler, status, body, ETag='"etag"', **headers)
 
-        def answer(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            status, body = answers.pop(0) if len(answers) > 1 else answers[0]
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body) if length is None else length))
-            self.send_header("ETag", '"etag"')
-            self.end_headers()
-            self.wfile.write(body)
-            self.close_connection = True
-
-        do_GET = do_PUT = do_HEAD = answer
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with odd_server(answer) as url:
+        yield url
 
 
 SLOW_DOWN = (503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>")
 
 
 def test_a_store_that_asks_to_slow_down_is_asked_again() -> None:
-    with answering([SLOW_DOWN, SLOW_DOWN, (200, b"")]) as url:
+    with answering(SLOW_DOWN, SLOW_DOWN, (200, b"")) as url:
         assert S3Store(url, "k2-test", StoreCredentials("a", "b"), tries=3).put("t/x", b"x") == "etag"
 
 
 def test_a_store_that_is_overloaded_for_long_may_be_tried_later() -> None:
-    with answering([SLOW_DOWN]) as url, pytest.raises(UnavailableError, match="SlowDown") as caught:
+    with answering(SLOW_DOWN) as url, pytest.raises(UnavailableError, match="SlowDown") as caught:
         S3Store(url, "k2-test", StoreCredentials("a", "b"), tries=2).put("t/x", b"x")
     assert isinstance(caught.value.retry, After)
 
 
 def test_a_body_shorter_than_announced_is_found() -> None:
-    with answering([(200, b"short")], length=100) as url:
+    with answering((200, b"short"), Content_Length="100") as url:
         store = S3Store(url, "k2-test", StoreCredentials("a", "b"), tries=1)
         with pytest.raises(UnavailableError):
             list(store.open("t/x"))
