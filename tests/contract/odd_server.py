@@ -40,7 +40,7 @@ def odd_server(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str
 def send(handler: BaseHTTPRequestHandler, status: int, body: bytes, **headers: str) -> None:
     """Answer a request; `Content_Length` may say what is not so."""
     handler.send_response(status)
-    headers.setdefault("Content_Length", str(len(body)))
+    headers = {"Content_Length": str(len(body)), "Connection": "close", **headers}
     for name, value in headers.items():
         handler.send_header(name.replace("_", "-"), value)
     handler.end_headers()

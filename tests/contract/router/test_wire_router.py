@@ -48,7 +48,7 @@ def test_what_is_in_flight_on_a_forgotten_worker_ends_well(real: RealBed) -> Non
     question = "Tell me about the sea."
     with ThreadPoolExecutor(4) as pool:
         asked = [
-            pool.submit(real.engine.ask, question, serving=SERVING, max_tokens=400, stream=True, timeout_s=60)
+            pool.submit(real.engine.ask, question, serving=SERVING, max_tokens=200, stream=True, timeout_s=60)
             for _ in range(4)
         ]
         eventually(lambda: real.engine.counters(SERVING).get("decode:sglang_num_running_reqs") == 4)
@@ -57,16 +57,8 @@ def test_what_is_in_flight_on_a_forgotten_worker_ends_well(real: RealBed) -> Non
         assert not any(future.done() for future in asked)
         answers = [future.result(timeout=90) for future in asked]
     assert [(answer.status, answer.done, answer.error, answer.completion_tokens) for answer in answers] == [
-        (200, True, "", 400)
+        (200, True, "", 200)
     ] * 4
-
-
-def test_an_engine_that_died_gets_no_more_requests(real: RealBed) -> None:
-    real.kill("decode-1")
-    eventually(lambda: any(not worker["is_healthy"] for worker in real.engine.workers(SERVING)))
-    for _ in range(4):
-        answer = real.engine.ask("What is 1 + 1?", serving=SERVING, max_tokens=8, stream=False, timeout_s=30)
-        assert (answer.status, answer.error) == (200, "")
 
 
 def test_a_list_that_is_cut_on_the_way_is_no_list(real: RealBed) -> None:
@@ -75,6 +67,15 @@ def test_a_list_that_is_cut_on_the_way_is_no_list(real: RealBed) -> None:
         with pytest.raises(UnavailableError) as caught:
             GatewayEngine(line.url, "kimi-k2").workers(SERVING)
     assert isinstance(caught.value.retry, After)
+
+
+def test_an_engine_that_died_gets_no_more_requests(real: RealBed) -> None:
+    """Last of those with the real router: an engine takes seconds to start again."""
+    real.kill("decode-1")
+    eventually(lambda: any(not worker["is_healthy"] for worker in real.engine.workers(SERVING)))
+    for _ in range(4):
+        answer = real.engine.ask("What is 1 + 1?", serving=SERVING, max_tokens=8, stream=False, timeout_s=30)
+        assert (answer.status, answer.error) == (200, "")
 
 
 def test_nobody_there_may_be_tried_again() -> None:
