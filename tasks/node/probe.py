@@ -6,6 +6,8 @@ Runs as a Job on each chosen node in preflight. Writes nothing but a directory t
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -27,10 +29,21 @@ def _staged_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
 
 
+def _require_writable(root: Path) -> None:
+    """Raise OSError unless this user may make files here; asked of the kernel, as the probe writes nothing."""
+    if os.statvfs(root).f_flag & os.ST_RDONLY:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(root))
+    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        owner = root.stat()
+        got = f"owner {owner.st_uid}:{owner.st_gid}, mode {owner.st_mode & 0o7777:o}, user {os.geteuid()}"
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"{root} ({got})")
+
+
 def _work(arguments: argparse.Namespace) -> Mapping[str, Any]:
     root: Path = arguments.root
     try:
         root.mkdir(parents=True, exist_ok=True)
+        _require_writable(root)
         room = read_room(root)
         staged = _staged_bytes(root / arguments.model_dir)
     except OSError as error:
@@ -40,6 +53,7 @@ def _work(arguments: argparse.Namespace) -> Mapping[str, Any]:
             where=f"{arguments.node}: {root}",
             got=str(error),
             expected="a writable directory",
+            hint="the Job runs as root without capabilities: on the node, chown root:root and chmod 755 the directory",
         ) from error
     missing = max(0, arguments.total_bytes - staged)
     require_room(_FILES if missing else 0, missing, room, arguments.reserve_bytes, f"{arguments.node}: {root}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +72,25 @@ def test_what_stands_there_is_not_counted_twice(node: Node) -> None:
     node.stage(2 * MIB)
     assert node.probe(Room(2 * MIB, None), total=3 * MIB, reserve=MIB)[0] == 0
     assert node.probe(Room(2 * MIB - 1, None), total=3 * MIB, reserve=MIB)[0] == 8
+
+
+def test_a_directory_that_cannot_be_written_is_refused_by_owner_and_mode(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What root without capabilities is told, whoever runs this test (tests/kubelet asks a real kernel).
+    monkeypatch.setattr(probe.os, "access", lambda path, mode: mode & os.W_OK == 0)
+    code, said = node.probe(Room(100 * MIB, 5000), total=MIB)
+    assert (code, said["code"]) == (6, "K2-RDY-004")
+    assert "Permission denied" in said["summary"]
+    assert f"owner {os.getuid()}:{os.getgid()}, mode 755" in said["got"]
+    assert said["next"].endswith("chown root:root and chmod 755 the directory")
+
+
+def test_a_disk_that_is_mounted_for_reading_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    code, said = node.probe(Room(100 * MIB, 5000), total=MIB)
+    assert (code, said["code"]) == (6, "K2-RDY-004")
+    assert "Read-only file system" in said["summary"]
 
 
 def test_a_real_disk_is_looked_at(tmp_path: Path) -> None:
