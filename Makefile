@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 BENCH ?=
 TIER ?=
 
-.PHONY: setup rehearse rehearse-full test test-contract test-guards test-rehearsal record check format controlplane bench lock golden clean help
+.PHONY: setup rehearse rehearse-full test test-contract test-guards test-rehearsal test-kubelet record check format controlplane bench lock golden clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,6 +55,9 @@ bench: setup ## one benchmark: make bench BENCH=name; the last line is one JSON 
 
 test-rehearsal: setup ## scenarios on real servers: again, limits, arguments, kills, injections (about 15 minutes)
 	@$(BIN)/python -m pytest -q --timeout=900 tests/rehearsal
+
+test-kubelet: setup ## opt-in, as root: worker Jobs as pods of a real kubelet and containerd; puts the machine back (3 minutes)
+	@$(BIN)/python -m pytest -q --timeout=900 tests/kubelet
 
 record: setup ## run a heavier tier and keep its result as JSON: make record TIER=rehearse
 	@$(BIN)/python tests/tiers/record.py $(TIER)

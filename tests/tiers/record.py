@@ -25,6 +25,7 @@ TIERS: dict[str, tuple[list[str], int]] = {
     "rehearse": ([str(BIN / "k2ctl"), "rehearse", "--json"], 3),
     "rehearse-full": ([str(BIN / "k2ctl"), "rehearse", "--full", "--json"], 1),
     "test-rehearsal": ([*PYTEST, "tests/rehearsal"], 1),
+    "test-kubelet": ([*PYTEST, "tests/kubelet"], 1),
     "bench-verify": ([str(BIN / "python"), "tests/bench/verify.py"], 1),
 }
 
