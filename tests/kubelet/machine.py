@@ -38,7 +38,8 @@ A real kubelet on this machine. What this does to it:
             into {cache_directory() / "containerd"}; installs nothing ({packages.NO_INSTALL}=1: fail instead)
   builds    the kubelet, and the control plane, from pinned Go modules into {cache_directory()}, once
   changes   until its end: sysctls that the kubelet sets ({", ".join(putting_back.SYSCTLS[2:5])}),
-            the bridge {node.BRIDGE}, cgroups kubepods and k8s.io, mounts below its own directory, /run/containerd, /var/lib/cni, /var/lib/kubelet
+            the bridge {node.BRIDGE}, cgroups kubepods and k8s.io, mounts below its own directory,
+            /run/containerd, /var/lib/cni, /var/lib/kubelet
   puts back all of that at its end, or, if it is killed, by a process of its own; then compares with what was before
 """
 Say = Callable[[str], None]
