@@ -57,7 +57,7 @@ test-rehearsal: setup ## scenarios on real servers: again, limits, arguments, ki
 	@$(BIN)/python -m pytest -q --timeout=900 tests/rehearsal
 
 test-kubelet: setup ## opt-in, as root: worker Jobs as pods of a real kubelet and containerd; puts the machine back (3 minutes)
-	@$(BIN)/python -m pytest -q --timeout=900 tests/kubelet
+	@$(BIN)/python -m pytest -v --timeout=900 tests/kubelet
 
 record: setup ## run a heavier tier and keep its result as JSON: make record TIER=rehearse
 	@$(BIN)/python tests/tiers/record.py $(TIER)

@@ -29,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_OUTCOME] = Outcome()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Say what comes before anything is changed."""
+    if session.items and not session.config.option.collectonly:
+        session.config.pluginmanager.getplugin("terminalreporter").write_line(tier.ANNOUNCEMENT)
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     outcome = config.stash[_OUTCOME]
     if outcome.differences is None:
@@ -71,7 +77,6 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
         with capture.global_and_fixture_disabled():
             print(line, flush=True)
 
-    say(tier.ANNOUNCEMENT)
     with ExitStack() as stack:
         yield Running(stack.enter_context(tier.running(say, outcome, wait_for)), outcome, stack)
         outcome.keep_logs = request.session.testsfailed > 0
