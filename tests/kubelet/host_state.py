@@ -14,6 +14,8 @@ HostState = dict[str, dict[str, str]]
 """Section -> what -> its value; plain data, so that it can be kept in a file."""
 
 CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_ROOTS = frozenset({"kubepods", "k8s.io"})
+"""Made by the kubelet at the top of the hierarchies, and by containerd for tasks that name no parent."""
 # Directories outside our own that these programs make or fill whatever they are told.
 FOREIGN = (
     "/etc/cni",
@@ -44,7 +46,7 @@ def read() -> HostState:
         "interface": _interfaces(),
         "route": dict.fromkeys(_lines("ip", "route", "show", "table", "all"), "there"),
         "mount": _mounts(),
-        "cgroup": dict.fromkeys(map(str, cgroup_directories()), "there"),
+        "cgroup": dict.fromkeys(map(str, filter(_may_be_ours, cgroup_directories())), "there"),
         "file": dict.fromkeys(_foreign_files(), "there"),
         "packet filter": _packet_filter(),
     }
@@ -69,6 +71,12 @@ def cgroup_directories() -> Iterator[Path]:
     """Yield every cgroup of every hierarchy, each after the ones below it."""
     for base, directories, _ in os.walk(CGROUPS, topdown=False):
         yield from (Path(base, name) for name in directories if not Path(base, name).is_symlink())
+
+
+def _may_be_ours(cgroup: Path) -> bool:
+    """Say whether pods could have made it: at the top of a hierarchy, or a pod's. Sessions come and go below."""
+    parts = cgroup.relative_to(CGROUPS).parts
+    return len(parts) <= 2 or bool(CGROUP_ROOTS & set(parts))
 
 
 def mount_points() -> list[str]:

@@ -23,10 +23,8 @@ from infra.rehearsal.procfs import kill_marked
 from tests.kubelet import host_state
 from tests.kubelet.host_state import HostState
 
-# Made by the kubelet below the root of the hierarchies, and by containerd for tasks that name no parent.
 NAME = "k2-kubelet"
 """Stands in the names of our directory and of the pods' network."""
-_CGROUP_ROOTS = {"kubepods", "k8s.io"}
 _WITHIN_S = 30.0
 # pkg/kubelet/cm and pkg/util/sysctl of Kubernetes 1.36; the last is the bridge plugin's, when it is a gateway.
 SYSCTLS = (
@@ -98,7 +96,7 @@ def _new_cgroups(record: Record) -> list[Path]:
     return [
         path
         for path in host_state.cgroup_directories()
-        if str(path) not in there and _CGROUP_ROOTS & set(path.relative_to(host_state.CGROUPS).parts)
+        if str(path) not in there and host_state.CGROUP_ROOTS & set(path.relative_to(host_state.CGROUPS).parts)
     ]
 
 
