@@ -47,6 +47,15 @@ def dead_container(status: Object) -> tuple[str, Object, int] | None:
     return None
 
 
+def disruption(pod: Object) -> tuple[str, str] | None:
+    """Return (reason, message) of who takes a pod away, where it is being taken away and its status says why."""
+    going = pod["metadata"].get("deletionTimestamp") or (pod.get("status") or {}).get("phase") == "Failed"
+    for item in (pod.get("status") or {}).get("conditions") or ():
+        if going and item["type"] == "DisruptionTarget" and item["status"] == "True":
+            return str(item.get("reason", "")), str(item.get("message", ""))
+    return None
+
+
 def termination_data(message: str) -> Mapping[str, Any] | None:
     """Return the error that a program of ours left as termination message, or None."""
     try:

@@ -10,70 +10,40 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.core.engine_log import find_cause, last_line, read_phase
+from tasks.core.container_faults import IMAGE_REASONS, SAME_DEATH_LIMIT, death, stuck
+from tasks.core.diagnosis import (
+    CRASHED,
+    INIT,
+    MISSING,
+    NODE_LOST,
+    PATIENCE_S,
+    PENDING,
+    PULLING,
+    READY,
+    STARTING,
+    TERMINATING,
+    Diagnosis,
+    PodPhase,
+)
+from tasks.core.engine_log import find_cause, read_phase
 from tasks.core.errors import NotReadyError
+from tasks.core.pod_events import event_diagnoses, taken_away
 from tasks.core.pod_status import (
     condition,
     container_statuses,
     dead_container,
+    disruption,
     is_done,
     ready_nodes,
     scheduler_message,
-    termination_data,
 )
 from tasks.core.render import ROLE_LABEL
 from tasks.core.router_view import expected_workers, seen_workers, workers_match
+from tasks.core.scheduling import pending_diagnosis
 from tasks.core.spec import ROLES, plain
 from tasks.core.topology import group_name, node_rank
 
 Object = Mapping[str, Any]
-
-MISSING = "Missing"
-PENDING = "Pending"
-INIT = "Init"
-PULLING = "Pulling image"
-STARTING = "Starting"
-READY = "Ready"
-CRASHED = "CrashLoop"
-NODE_LOST = "NodeLost"
-TERMINATING = "Terminating"
-
-_PATIENCE_S = 30.0
-"""How long a state that is normal for a moment is no diagnosis."""
-_SAME_DEATH_LIMIT = 2
-_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-_NEVER_IMAGE_REASONS = ("InvalidImageName", "ErrImageNeverPull")
-_CONFIG_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
-_EXIT_INTEGRITY = 5
-
-
-@dataclass(frozen=True)
-class PodPhase:
-    """Where one pod stands. `rank` is its node rank in the group, -1 for a pod of no group (the router)."""
-
-    pod: str
-    uid: str
-    role: str
-    group: str
-    rank: int
-    node: str
-    phase: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Something that is wrong. `fatal`: it does not go away by waiting."""
-
-    level: str
-    category: str
-    summary: str
-    detail: str
-    resolution: str
-    pod: str = ""
-    node: str = ""
-    rank: int = -1
-    fatal: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +59,12 @@ class Readiness:
     def fatal(self) -> tuple[Diagnosis, ...]:
         """The diagnoses that waiting does not cure."""
         return tuple(diagnosis for diagnosis in self.diagnoses if diagnosis.fatal)
+
+    @property
+    def news(self) -> str:
+        """The first thing that is known to be wrong, in one sentence; empty if nothing is."""
+        first = next((item for item in self.diagnoses if item.level == "error"), None)
+        return first.summary if first else ""
 
     @property
     def summary(self) -> str:
@@ -110,6 +86,7 @@ def assess(
     elapsed_s: float,
     logs: Mapping[str, str] | None = None,
     previous: Readiness | None = None,
+    events: Sequence[Object] = (),
 ) -> Readiness:
     """Return the state of a serving set.
 
@@ -121,6 +98,7 @@ def assess(
         elapsed_s: since the objects were applied.
         logs: last lines of engine logs by pod name, as far as there are any.
         previous: the state before this one, so that a group that was made anew since is noticed.
+        events: of the namespace, where `needs_events` says that they are wanted.
     """
     known = ready_nodes(nodes)
     texts = logs or {}
@@ -133,13 +111,20 @@ def assess(
     deaths = _deaths(phases, previous)
     diagnoses = (
         *_lost_nodes(phases, known),
-        *(diagnosis for pod in pods for diagnosis in _pod_diagnoses(pod, texts, known, elapsed_s)),
+        *(diagnosis for pod in pods for diagnosis in _pod_diagnoses(pod, texts, known, nodes, elapsed_s)),
+        *event_diagnoses(events, phases, _made_at(groups)),
         *_recreated(phases, deaths, previous),
         *_router_diagnoses(phases, pods, workers, elapsed_s),
     )
     everything_up = bool(phases) and all(phase.phase == READY for phase in phases) and _has_all_roles(phases)
     ready = everything_up and workers is not None and workers_match(pods, workers)
     return Readiness(ready, phases, diagnoses, deaths)
+
+
+def needs_events(groups: Sequence[Object], pods: Sequence[Object]) -> bool:
+    """Say whether events may explain something: a pod is missing, has no node, or is being taken away."""
+    unplaced = any(pod["metadata"].get("deletionTimestamp") or not pod["spec"].get("nodeName") for pod in pods)
+    return unplaced or next(_missing(groups, pods), None) is not None
 
 
 def not_ready_error(readiness: Readiness, code: str, summary: str) -> NotReadyError:
@@ -176,7 +161,7 @@ def _phase_and_detail(pod: Object, nodes: Mapping[str, bool], logs: Mapping[str,
     if _is_lost(pod, nodes):
         return NODE_LOST, f"{node} is not Ready" if node in nodes else f"{node} is gone"
     if pod["metadata"].get("deletionTimestamp"):
-        return TERMINATING, ""
+        return TERMINATING, (disruption(pod) or ("", ""))[1]
     if not node:
         return PENDING, scheduler_message(status)
     dead = dead_container(status)
@@ -185,7 +170,7 @@ def _phase_and_detail(pod: Object, nodes: Mapping[str, bool], logs: Mapping[str,
         return CRASHED, f"{name} exited {terminated.get('exitCode')} ({terminated.get('reason', 'Error')}), {restarts}x"
     for container in container_statuses(status):
         reason = container.get("state", {}).get("waiting", {}).get("reason", "")
-        if reason in _IMAGE_REASONS:
+        if reason in IMAGE_REASONS:
             return PULLING, f"{container['name']}: {reason}"
     if condition(status, "Ready") == "True":
         return READY, ""
@@ -195,8 +180,8 @@ def _phase_and_detail(pod: Object, nodes: Mapping[str, bool], logs: Mapping[str,
     return (read.phase, read.detail) if read else (STARTING, str(status.get("message", "")))
 
 
-def _missing(groups: Iterable[Object], pods: Sequence[Object]) -> Iterator[PodPhase]:
-    """Yield a phase for each pod that a LeaderWorkerSet is to have and has not."""
+def _missing(groups: Sequence[Object], pods: Sequence[Object]) -> Iterator[PodPhase]:
+    """Yield a phase for each pod that a LeaderWorkerSet, or the router's Deployment, is to have and has not."""
     for group in groups:
         meta, spec = group["metadata"], group["spec"]
         name = str(meta["name"])
@@ -205,6 +190,14 @@ def _missing(groups: Iterable[Object], pods: Sequence[Object]) -> Iterator[PodPh
         for rank in range(int(spec["leaderWorkerTemplate"].get("size", 1)) if spec.get("replicas", 1) else 0):
             if rank not in there:
                 yield PodPhase("", "", role, name, rank, "", MISSING, "not created yet")
+    if groups and not any((pod["metadata"].get("labels") or {}).get(ROLE_LABEL) == "router" for pod in pods):
+        name = str(groups[0]["metadata"]["name"]).rpartition("-")[0] + "-router"
+        yield PodPhase("", "", "router", name, -1, "", MISSING, "not created yet")
+
+
+def _made_at(groups: Iterable[Object]) -> str:
+    """Return when the first of the groups was made; empty if that is not known."""
+    return min((str(group["metadata"].get("creationTimestamp", "")) for group in groups), default="")
 
 
 def _lost_nodes(phases: Iterable[PodPhase], nodes: Mapping[str, bool]) -> Iterator[Diagnosis]:
@@ -230,108 +223,27 @@ def _lost_nodes(phases: Iterable[PodPhase], nodes: Mapping[str, bool]) -> Iterat
 
 
 def _pod_diagnoses(
-    pod: Object, logs: Mapping[str, str], nodes: Mapping[str, bool], elapsed_s: float
+    pod: Object, logs: Mapping[str, str], nodes: Mapping[str, bool], pool: Sequence[Object], elapsed_s: float
 ) -> Iterator[Diagnosis]:
     status, name = pod.get("status") or {}, str(pod["metadata"]["name"])
     node, rank = str(pod["spec"].get("nodeName") or ""), node_rank(pod)
     if _is_lost(pod, nodes):
         return
-    if not node and elapsed_s > _PATIENCE_S and (message := scheduler_message(status)):
+    if (taken := taken_away(pod, rank)) is not None:
+        yield taken  # its containers die of it, and that is no news
+        return
+    if not node and elapsed_s > PATIENCE_S and (message := scheduler_message(status)):
         # A lost node takes its pods with it: what is left is a pod that fits nowhere, and the node is the news.
-        silent = ", ".join(sorted(name for name, ready in nodes.items() if not ready))
-        yield Diagnosis(
-            "error",
-            "capacity",
-            "The scheduler finds no node for a pod.",
-            message + (f" Not Ready: {silent}." if silent else ""),
-            "Free nodes, or check the node selector and the staged label of the nodes.",
-            name,
-            node,
-            rank,
-        )
+        yield pending_diagnosis(pod, message, pool, rank)
     dead = dead_container(status)
     if dead is not None:
-        yield _death(pod, dead, logs.get(name, ""))
+        yield death(pod, dead, logs.get(name, ""))
     elif (cause := find_cause(logs.get(name, ""))) is not None and condition(status, "Ready") != "True":
         known = cause.signature
         yield Diagnosis(
             "error", known.category, known.summary, cause.line, known.resolution, name, node, rank, known.fatal
         )
-    yield from _waiting(status, name, node, rank, elapsed_s)
-
-
-def _death(pod: Object, dead: tuple[str, Object, int], log: str) -> Diagnosis:
-    """Return what is known of a container's death: its own message, then its log, then its exit code."""
-    container, terminated, restarts = dead
-    name, node, rank = str(pod["metadata"]["name"]), str(pod["spec"].get("nodeName") or ""), node_rank(pod)
-    code = int(terminated.get("exitCode", 1))
-    repeated = restarts >= _SAME_DEATH_LIMIT
-    said = termination_data(str(terminated.get("message", "")))
-    if said is not None or (container == "marker-check" and code == _EXIT_INTEGRITY):
-        said = said or {}
-        detail = (
-            ", ".join(f"{key} {said[key]}" for key in ("where", "got", "expected") if said.get(key))
-            or f"{container} exited {code}"
-        )
-        return Diagnosis(
-            "error",
-            "integrity" if code == _EXIT_INTEGRITY else "program",
-            str(said.get("summary", "The weights on the node are not the ones that were verified.")),
-            detail,
-            str(said.get("next", "Run the release again: the stager verifies and repairs what is there.")),
-            name,
-            node,
-            rank,
-            fatal=code == _EXIT_INTEGRITY or repeated,
-        )
-    cause = find_cause(log)
-    if cause is not None:
-        known = cause.signature
-        return Diagnosis(
-            "error", known.category, known.summary, cause.line, known.resolution, name, node, rank,
-            fatal=known.fatal or repeated,
-        )  # fmt: skip
-    out_of_memory = terminated.get("reason") == "OOMKilled"
-    return Diagnosis(
-        "error",
-        "memory" if out_of_memory else "arguments" if code == 2 else "crash",
-        "The host memory of a container was not enough." if out_of_memory else f"Container {container} ended.",
-        f"exit code {code} ({terminated.get('reason', 'Error')}), restarts {restarts}" + last_line(log),
-        "Raise host_memory_gib of the profile." if out_of_memory else f"kubectl logs {name} -c {container} --previous",
-        name,
-        node,
-        rank,
-        fatal=out_of_memory or code == 2 or repeated,
-    )
-
-
-def _waiting(status: Object, name: str, node: str, rank: int, elapsed_s: float) -> Iterator[Diagnosis]:
-    for container in container_statuses(status):
-        waiting = container.get("state", {}).get("waiting", {})
-        reason = waiting.get("reason", "")
-        if reason in _IMAGE_REASONS and (reason in _NEVER_IMAGE_REASONS or elapsed_s > _PATIENCE_S):
-            yield Diagnosis(
-                "error",
-                "image",
-                f"The image of {container['name']} does not arrive.",
-                f"{reason}: {waiting.get('message', '')}",
-                "Check the digest, the registry's credentials and the mirror.",
-                name,
-                node,
-                rank,
-                fatal=reason in _NEVER_IMAGE_REASONS,
-            )
-        elif reason in _CONFIG_REASONS and elapsed_s > _PATIENCE_S:
-            yield Diagnosis(
-                "error",
-                "configuration",
-                f"Container {container['name']} cannot be made.",
-                f"{reason}: {waiting.get('message', '')}",
-                "Create what is missing (Secret, ConfigMap, directory) and run the release again.",
-                name,
-                node,
-                rank,
-            )
+    yield from stuck(status, name, node, rank, elapsed_s)
 
 
 def _deaths(phases: Iterable[PodPhase], previous: Readiness | None) -> dict[str, int]:
@@ -357,7 +269,7 @@ def _recreated(
             f"Group {group} was made anew {count} time{'s' if count > 1 else ''}: one of its pods had ended.",
             "; ".join(f"{item.pod}: {item.summary} {item.detail}" for item in causes[:3]),
             "The same death twice is a static fault: read the log of the pod that ended first.",
-            fatal=count >= _SAME_DEATH_LIMIT,
+            fatal=count >= SAME_DEATH_LIMIT,
         )
 
 
@@ -365,7 +277,7 @@ def _router_diagnoses(
     phases: Iterable[PodPhase], pods: Sequence[Object], workers: Sequence[Object] | None, elapsed_s: float
 ) -> Iterator[Diagnosis]:
     engines_up = all(phase.phase == READY for phase in phases if phase.role in ROLES)
-    if not engines_up or elapsed_s <= _PATIENCE_S:
+    if not engines_up or elapsed_s <= PATIENCE_S:
         return
     if workers is None:
         yield Diagnosis(

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.core.errors import After, K2Error, NotReadyError, UnavailableError, error_from_data
+from tasks.core.job_obstacles import UID_LABEL
 from tasks.ports import Mirror
 from tasks.steps.context import Ports
+from tasks.steps.job_obstacles import JobObstacles
 from tasks.steps.patience import Deadline
 
 _POLL_S = 0.5
 _LOG_LINES = 5
 _LOG_EVERY_S = 1.0
-_UID_LABEL = "batch.kubernetes.io/controller-uid"
 _GONE_TRIES = 120
 _NODE_LOOK_S = 5.0
 _NODE_PATIENCE_S = 30.0
@@ -72,6 +73,7 @@ def follow_jobs(
     """
     running = _attach_or_start(ports, jobs)
     nodes, deadline = _Nodes(ports), Deadline(ports, deadline_s)
+    obstacles = JobObstacles(ports, step)
     shown = _Shown(ports, step, running, total_bytes)
     results: dict[str, JobResult | K2Error] = {}
     with ports.cluster.mirror("Job") as known_jobs, ports.cluster.mirror("Pod") as known_pods:
@@ -80,7 +82,9 @@ def follow_jobs(
             results |= _outcomes(ports, waiting, known_jobs.objects())
             waiting = [job for job in waiting if job.name not in results]
             results |= nodes.lost(waiting)
-            results |= _too_late(step, [job for job in waiting if job.name not in results], deadline)
+            waiting = [job for job in waiting if job.name not in results]
+            obstacles.look({job.name: job.uid for job in waiting}, known_pods)
+            results |= _too_late(step, waiting, deadline, obstacles)
             if stop_at_failure:
                 for result in results.values():
                     _raised(result)
@@ -222,7 +226,7 @@ def _result(ports: Ports, running: _Job) -> JobResult | None:
 
 
 def _pods(ports: Ports, job: _Job) -> list[dict[str, Any]]:
-    return ports.cluster.list_objects("Pod", {_UID_LABEL: job.uid})
+    return ports.cluster.list_objects("Pod", {UID_LABEL: job.uid})
 
 
 def _message(ports: Ports, job: _Job) -> dict[str, Any] | None:
@@ -279,7 +283,7 @@ class _Shown:
 
     def _read(self, running: Sequence[_Job], pods: Sequence[Mapping[str, Any]]) -> None:
         for job in running:
-            own = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(_UID_LABEL) == job.uid]
+            own = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(UID_LABEL) == job.uid]
             if (done := _progress(self._ports, own)) is not None:
                 self._seen[job.name] = done
 
@@ -301,17 +305,19 @@ def _progress(ports: Ports, pods: Sequence[Mapping[str, Any]]) -> float | None:
     return None
 
 
-def _too_late(step: str, waiting: Sequence[_Job], deadline: Deadline) -> dict[str, NotReadyError]:
+def _too_late(
+    step: str, waiting: Sequence[_Job], deadline: Deadline, obstacles: JobObstacles
+) -> dict[str, NotReadyError]:
     """Return the error of all Jobs that are not done at the deadline; none before it."""
     if not waiting or not deadline.passed:
         return {}
-    waited = deadline.elapsed_s
+    waited, first = deadline.elapsed_s, obstacles.first
     error = NotReadyError(
         "K2-RDY-001",
-        f"{step}: {len(waiting)} Jobs are not done after {waited:.0f} s.",
+        f"{step}: {len(waiting)} Jobs are not done after {waited:.0f} s." + (f" {first.summary}" if first else ""),
         where=", ".join(job.name for job in waiting[:5]),
-        got=f"{waited:.0f} s",
+        got=first.detail if first else f"{waited:.0f} s",
         expected=f"at most {deadline.within_s:.0f} s",
-        hint=f"kubectl describe job {waiting[0].name}",
+        hint=first.remedy if first else f"kubectl describe job {waiting[0].name}",
     )
     return {job.name: error for job in waiting}

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.core.errors import NotReadyError, UnavailableError
+from tasks.core.node_state import engine_tolerations, why_unusable
 from tasks.core.plan import waiting_cost
-from tasks.core.readiness import Readiness, assess, not_ready_error
+from tasks.core.readiness import Readiness, assess, needs_events, not_ready_error
 from tasks.core.render import ROLE_LABEL, SERVING_LABEL, render_serving
 from tasks.core.spec import ROLES, plain
 from tasks.core.topology import placement_of
 from tasks.ports import Mirror
-from tasks.steps.capacity import why_unusable
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import put_by_digest
 from tasks.steps.patience import Deadline
@@ -75,13 +75,14 @@ def _wait_for(ports: Ports, subject: Subject, nodes: Sequence[str], view: _View)
             return state
         if state.fatal:
             raise not_ready_error(state, "K2-RDY-001", "The set does not become ready.")
-        _check_chosen(view, nodes)
+        _check_chosen(ports, view, nodes)
         if deadline.passed:
             raise not_ready_error(state, "K2-RDY-001", f"Not ready after {deadline.elapsed_s:.0f} s.")
         if ports.clock.now() - said >= _SAY_EVERY_S:
             said = ports.clock.now()
             ports.progress.say(
-                f"rollout: waiting for {state.summary}; {waiting_cost(said - began, usd_per_hour)}; "
+                f"rollout: waiting for {state.summary}; {state.news + ' ' if state.news else ''}"
+                f"{waiting_cost(said - began, usd_per_hour)}; "
                 f"gives up in {deadline.left_s:.0f} s; kubectl get pods -l {SERVING_LABEL}={subject.serving}"
             )
         ports.clock.sleep(_POLL_S)
@@ -113,10 +114,20 @@ def _look(ports: Ports, subject: Subject, view: _View, elapsed_s: float, previou
     # The router is asked only once the pods are ready: before that its Service has no endpoint.
     up = bool(pods) and all(is_ready(pod) for pod in pods)
     workers = known_workers(ports, subject.serving) if up else None
-    state = assess(view.groups.objects(), pods, view.nodes.objects(), workers, elapsed_s, _logs(ports, pods), previous)
+    groups, nodes = view.groups.objects(), view.nodes.objects()
+    events = _events(ports) if needs_events(groups, pods) else []
+    state = assess(groups, pods, nodes, workers, elapsed_s, _logs(ports, pods), previous, events)
     if workers and not state.ready:
         forget_stale_workers(ports, subject.serving, workers)
     return state
+
+
+def _events(ports: Ports) -> list[dict[str, Any]]:
+    """Return the namespace's events: they explain, and no rollout ends for want of an explanation."""
+    try:
+        return ports.cluster.list_objects("Event")
+    except UnavailableError:
+        return []
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
@@ -138,17 +149,20 @@ def _logs(ports: Ports, pods: Sequence[dict[str, Any]]) -> dict[str, str]:
     return logs
 
 
-def _check_chosen(view: _View, chosen: Sequence[str]) -> None:
+def _check_chosen(ports: Ports, view: _View, chosen: Sequence[str]) -> None:
     """Raise NotReadyError if a chosen node has gone: its pods may already have been taken away from it."""
+    tolerations = engine_tolerations(ports.templates)
     known = {node["metadata"]["name"]: node for node in view.nodes.objects()}
     for name in chosen:
-        why_not = why_unusable(known[name]) if name in known else "no such node"
+        why_not = why_unusable(known[name], tolerations) if name in known else "no such node"
         if why_not:
             raise NotReadyError(
                 "K2-RDY-002",
-                f"Node {name} was lost during the rollout.",
+                f"Node {name} was lost during the rollout."
+                if why_not.startswith(("not Ready", "no such"))
+                else f"Node {name} was closed to pods during the rollout.",
                 where=name,
                 got=why_not,
                 expected="Ready",
-                hint=f"kubectl describe node {name}; repair or cordon it, then run the release again",
+                hint=f"kubectl describe node {name}; repair it or leave it cordoned, then run the release again",
             )

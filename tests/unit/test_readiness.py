@@ -6,7 +6,7 @@ import pytest
 
 from tasks.core import readiness
 from tasks.core.engine_log import SIGNATURES, find_cause, read_phase
-from tasks.core.readiness import assess, not_ready_error
+from tasks.core.readiness import assess, needs_events, not_ready_error
 from tasks.core.topology import placement_of
 
 
@@ -119,7 +119,12 @@ def test_not_ready_unless_the_router_sees_exactly_the_leaders(workers):
 def test_nothing_applied_yet_is_not_ready():
     state = look(pods=[], workers=None, elapsed_s=0)
     assert not state.ready
-    assert [phase.phase for phase in state.phases] == [readiness.MISSING] * 3
+    assert [(phase.role, phase.phase) for phase in state.phases] == [
+        ("prefill", readiness.MISSING),
+        ("decode", readiness.MISSING),
+        ("decode", readiness.MISSING),
+        ("router", readiness.MISSING),
+    ]
 
 
 def test_no_groups_and_no_pods_is_not_ready():
@@ -164,6 +169,41 @@ def test_pending_carries_the_schedulers_words_and_silent_nodes():
     (diagnosis,) = state.diagnoses
     assert "Insufficient gpu" in diagnosis.detail and "node-3" in diagnosis.detail
     assert not diagnosis.fatal
+
+
+def test_a_pod_that_is_taken_away_is_no_crash_and_its_events_explain_what_came_of_it():
+    pod = engine("decode", 1, "node-3", crashed(143))
+    pod["metadata"]["deletionTimestamp"] = "2026-11-30T00:00:00Z"
+    target = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "preempting"}
+    pod["status"]["conditions"].append(target)
+    first = look(healthy_pods(decode_1=pod))
+    assert phase_of(first, "decode", 1).detail == "preempting"
+    assert [(d.category, d.node, d.fatal) for d in first.diagnoses] == [("disruption", "node-3", False)]
+    assert first.news == first.diagnoses[0].summary
+    gone = engine("decode", 1, "", pending("0/3 nodes are available: 3 Insufficient gpu."), uid="v")
+    about = {"kind": "Pod", "name": "k2-ab12cd34-decode-0-1", "uid": "u-k2-ab12cd34-decode-0-1"}
+    event = {"metadata": {}, "reason": "Preempted", "message": "by pod x", "involvedObject": about}
+    state = assess(GROUPS, healthy_pods(decode_1=gone), NODES, WORKERS, 100.0, events=[event])
+    assert [d.category for d in state.diagnoses] == ["capacity", "disruption"]
+
+
+def test_events_are_wanted_where_they_may_explain_something():
+    deleted = engine("decode", 1, "node-3", running())
+    deleted["metadata"]["deletionTimestamp"] = "2026-11-30T00:00:00Z"
+    assert not needs_events(GROUPS, healthy_pods())
+    for change in (
+        {"decode_1": None},
+        {"router": None},
+        {"decode_1": deleted},
+        {"decode_1": engine("decode", 1, "", {"phase": "Pending"})},
+    ):
+        assert needs_events(GROUPS, healthy_pods(**change)), change
+
+
+def test_a_router_that_is_missing_is_said_to_be():
+    state = look(healthy_pods(router=None))
+    assert state.summary == "prefill: 1 Ready; decode: 2 Ready; router: 1 Missing"
+    assert state.news == ""
 
 
 def test_pending_is_no_diagnosis_at_once():

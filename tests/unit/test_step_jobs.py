@@ -7,6 +7,7 @@ import pytest
 from tasks.core.errors import IntegrityError, K2Error, NotReadyError, UnavailableError
 from tasks.core.render import render_pull_jobs, render_stage_job
 from tasks.steps.jobs import _pinned_to, follow_jobs, run_jobs
+from tests.fakes.kube_messages import FAILED_CREATE
 from tests.fakes.small_world import TEMPLATES, World, release
 
 
@@ -230,3 +231,51 @@ def test_progress_is_read_from_the_log_and_never_more_than_everything():
     shown = [float(line.split()[1]) for line in jobs.world.progress.lines if line.startswith("stage:")]
     assert shown == sorted(shown)
     assert {0.0, 60.0, 100.0} <= set(shown)
+
+
+def test_a_job_that_a_quota_refuses_says_so_while_it_waits_and_when_it_gives_up():
+    jobs = Jobs()
+
+    def refuse():
+        about = {"kind": "Job", "name": "a", "uid": jobs.cluster.objects["Job", "a"]["metadata"]["uid"]}
+        event = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": "e"}, "involvedObject": about}
+        jobs.cluster.create({**event, "reason": "FailedCreate", "message": FAILED_CREATE})
+
+    jobs.after(1, refuse)
+    with pytest.raises(NotReadyError) as caught:
+        jobs.run("a", deadline_s=60.0)
+    assert "1 Jobs are not done after" in caught.value.summary and "Quota gpus allows 16" in caught.value.summary
+    assert caught.value.got == FAILED_CREATE and "resourcequota gpus" in caught.value.hint
+    said = [line for line in jobs.world.progress.lines if "Job a waits." in line]
+    assert len(said) == 1 and "Quota gpus allows 16" in said[0]
+
+
+def test_a_job_whose_node_is_closed_says_so_and_a_passing_obstacle_is_not_mentioned():
+    jobs = Jobs()
+    jobs.cluster.edit("Node", "node-2", lambda node: node.update(spec={"unschedulable": True}))
+    message = (
+        "0/6 nodes are available: 1 node(s) were unschedulable, 5 node(s) didn't match Pod's node affinity/selector."
+    )
+    unplaced = {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False", "message": message}]}
+    jobs.after(1, lambda: jobs.pod("a", unplaced))
+    jobs.after(3, lambda: jobs.pod("b", unplaced))
+    jobs.after(8, lambda: jobs.end("b"))
+    jobs.after(20, lambda: jobs.end("a"))
+    jobs.run("a", "b")
+    said = [line for line in jobs.world.progress.lines if "waits." in line]
+    assert len(said) == 1 and "Job a waits. The scheduler finds no node for a pod. Of 6 nodes 1 are cordoned" in said[0]
+    assert "kubectl uncordon node-2" in said[0]
+
+
+def test_events_that_cannot_be_read_keep_no_job_from_ending():
+    jobs = Jobs()
+    real = jobs.cluster.list_objects
+
+    def blind(kind, *args, **kwargs):
+        if kind == "Event":
+            raise UnavailableError("K2-UNA-001", "No.")
+        return real(kind, *args, **kwargs)
+
+    jobs.cluster.list_objects = blind
+    jobs.after(20, lambda: jobs.end("a"))
+    assert [result.name for result in jobs.run("a")] == ["a"]

@@ -8,6 +8,7 @@ from tasks.core.errors import IntegrityError, NotReadyError, UnavailableError
 from tasks.steps.documents import get_by_digest, put_lock
 from tasks.steps.rollout import rollout_step
 from tasks.steps.staging import stage_step
+from tests.fakes.kube_messages import FAILED_CREATE
 from tests.fakes.small_world import World, release
 
 CHOSEN = ("node-1", "node-2", "node-3")
@@ -133,6 +134,48 @@ def test_a_static_fault_ends_the_wait_at_once(staged):
     assert sum(world.clock.slept) < 5
 
 
+def refuse_pods(world, serving):
+    """Have a quota refuse a pod of decode: the StatefulSet's controller says so in an event, and nowhere else."""
+    name = f"k2-{serving[:8]}-decode-0"
+    event = {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": "e1", "creationTimestamp": "2026-11-30T11:00:00Z"},
+        "reason": "FailedCreate",
+        "message": FAILED_CREATE,
+        "involvedObject": {"kind": "StatefulSet", "name": name},
+    }
+    world.cluster.create(event)
+    world.clock.on_sleep.append(lambda now: world.cluster.delete("Pod", f"{name}-1"))
+    world.engine.workers = lambda serving: []
+
+
+def test_a_pod_that_a_quota_refuses_is_said_while_it_waits_and_when_it_gives_up(staged):
+    world, subject = staged
+    refuse_pods(world, subject.serving)
+    with pytest.raises(NotReadyError) as caught:
+        rollout_step(world.ports(), subject, CHOSEN)
+    assert "Quota gpus allows 16 requests.nvidia.com/gpu, 16 are used, 8 more are needed." in caught.value.summary
+    assert caught.value.got == FAILED_CREATE and "resourcequota gpus" in caught.value.hint
+    assert any("decode: 1 Missing" in line and "Quota gpus allows 16" in line for line in world.progress.lines)
+
+
+def test_events_that_cannot_be_read_end_no_rollout(staged):
+    world, subject = staged
+    refuse_pods(world, subject.serving)
+    real = world.cluster.list_objects
+
+    def blind(kind, *args, **kwargs):
+        if kind == "Event":
+            raise UnavailableError("K2-UNA-001", "No.")
+        return real(kind, *args, **kwargs)
+
+    world.cluster.list_objects = blind
+    with pytest.raises(NotReadyError) as caught:
+        rollout_step(world.ports(), subject, CHOSEN)
+    assert caught.value.code == "K2-RDY-001" and "Not ready after" in caught.value.summary
+
+
 def test_a_node_that_is_lost_during_the_rollout_is_named_at_once(staged):
     world, subject = staged
     world.engine.workers = lambda serving: []
@@ -153,3 +196,4 @@ def test_a_chosen_node_that_is_cordoned_meanwhile_is_named(staged):
     with pytest.raises(NotReadyError) as caught:
         rollout_step(world.ports(), subject, CHOSEN)
     assert (caught.value.code, caught.value.where, caught.value.got) == ("K2-RDY-002", "node-3", "cordoned")
+    assert caught.value.summary == "Node node-3 was closed to pods during the rollout."
