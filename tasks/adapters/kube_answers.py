@@ -8,6 +8,7 @@ from typing import Any
 
 from tasks.adapters.mirror import ExpiredError
 from tasks.core.errors import After, ConflictError, InputError, K2Error, Never, UnavailableError
+from tasks.core.quota import refusal_error
 
 MESSAGE_LIMIT = 400
 
@@ -74,6 +75,8 @@ def error_of(status: int, data: bytes, where: str) -> Exception:
             hint="Log in again, or give the context's user a token that is valid.",
             retry=Never(),
         )
+    if status == 403 and (short := refusal_error(message, where)) is not None:
+        return short
     if status == 403:
         return UnavailableError(
             "K2-UNA-001",

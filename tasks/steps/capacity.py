@@ -10,6 +10,7 @@ from typing import Any
 from tasks.core.arguments import check_arguments
 from tasks.core.errors import InputError, IntegrityError, NotReadyError
 from tasks.core.identity import sha256_hex
+from tasks.core.node_state import engine_tolerations, why_unusable
 from tasks.core.plan import LiveRelease, NodeFacts, Occupant, Plan, make_plan, plan_rows
 from tasks.core.render import RELEASE_ANNOTATION, SERVING_LABEL, render_probe_job, render_serving
 from tasks.core.route import LIVE_ROUTE, read_route
@@ -18,6 +19,7 @@ from tasks.core.units import format_bytes
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import live_release
 from tasks.steps.jobs import run_jobs
+from tasks.steps.quotas import check_room
 from tasks.steps.receipts import check_immutable, is_recorded
 from tasks.steps.weights import blobs_present
 
@@ -38,12 +40,12 @@ def read_nodes(ports: Ports, serving: str) -> list[NodeFacts]:
         for pod in ports.cluster.list_objects("Pod", everywhere=True)
         if pod.get("status", {}).get("phase") not in _ENDED
     ]
-    facts, releases = [], _releases(ports)
+    facts, releases, tolerations = [], _releases(ports), engine_tolerations(ports.templates)
     for node in ports.cluster.list_objects("Node", ports.site.node_selector):
         name = node["metadata"]["name"]
         here = [pod for pod in pods if pod["spec"].get("nodeName") == name]
         own = [pod for pod in here if _is_of(pod, serving, ports.site.namespace)]
-        why_not = why_unusable(node)
+        why_not = why_unusable(node, tolerations)
         labels = node["metadata"].get("labels", {})
         facts.append(
             NodeFacts(
@@ -85,17 +87,6 @@ def _occupant(pod: Mapping[str, Any], namespace: str, releases: Mapping[str, str
 
 def _gpus(pod: Mapping[str, Any]) -> int:
     return sum(int(c.get("resources", {}).get("limits", {}).get(GPU, 0)) for c in pod["spec"].get("containers", []))
-
-
-def why_unusable(node: Mapping[str, Any]) -> str:
-    """Return why no pod may be put on a node; nothing if one may."""
-    if node["spec"].get("unschedulable"):
-        return "cordoned"
-    ready = next((c for c in node.get("status", {}).get("conditions", []) if c["type"] == "Ready"), None)
-    if ready is None or ready["status"] != "True":
-        return f"not Ready ({(ready or {}).get('reason', 'no status')})"
-    taints = [t["key"] for t in node["spec"].get("taints", []) if t.get("effect") in ("NoSchedule", "NoExecute")]
-    return f"tainted {taints[0]}" if taints else ""
 
 
 def make_release_plan(ports: Ports, subject: Subject) -> Plan:
@@ -146,7 +137,8 @@ def preflight_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict
     Raises:
         InputError: an argument rule is broken (K2-INP-005), or the API refuses an object (K2-INP-008).
         NotReadyError: a chosen node is not usable now (K2-RDY-004).
-        CapacityError: a node has no room for the weights (K2-CAP-002).
+        CapacityError: a quota of the namespace has no room for the release (K2-CAP-003), or a node has none for the
+            weights (K2-CAP-002).
     """
     findings = check_arguments(
         subject.release.profile, read_model_config(ports, subject), subject.release.gates.workload
@@ -163,7 +155,7 @@ def preflight_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict
             hint=first.remedy,
             details={"findings": plain(findings)},
         )
-    _check_nodes(ports, subject, nodes)
+    quotas = check_room(ports, subject, nodes, _check_nodes(ports, subject, nodes))
     objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
     for obj in objects:
         ports.cluster.apply(obj, dry_run=True)
@@ -174,7 +166,8 @@ def preflight_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict
         "nodes": rows,
         "objects_checked": len(objects),
         "findings": plain(findings),
-        "note": f"{len(nodes)} nodes probed, {len(objects)} objects by server dry run, {len(findings)} warnings",
+        "note": f"{len(nodes)} nodes probed, {len(objects)} objects by server dry run, room under {quotas} quotas, "
+        f"{len(findings)} warnings",
     }
 
 
@@ -210,7 +203,8 @@ def _probe_disks(ports: Ports, subject: Subject, nodes: Sequence[str]) -> list[d
     ]
 
 
-def _check_nodes(ports: Ports, subject: Subject, chosen: Sequence[str]) -> None:
+def _check_nodes(ports: Ports, subject: Subject, chosen: Sequence[str]) -> list[str]:
+    """Raise NotReadyError if a chosen node has a problem; return all nodes that weights are staged on."""
     facts = {node.name: node for node in read_nodes(ports, subject.serving)}
     problems = []
     for name in chosen:
@@ -230,3 +224,4 @@ def _check_nodes(ports: Ports, subject: Subject, chosen: Sequence[str]) -> None:
             expected="Ready with all GPUs",
             details={"problems": problems},
         )
+    return [name for name, node in facts.items() if node.carries(subject.release.profile.gpus_per_node)]

@@ -38,6 +38,8 @@ def change_node(world, name, *, spec=None, status=None):
         ({}, {"conditions": [{"type": "DiskPressure", "status": "True"}]}, "not Ready (no status)"),
         ({"taints": [{"key": "bad", "effect": "NoSchedule"}]}, READY, "tainted bad"),
         ({"taints": [{"key": "soft", "effect": "PreferNoSchedule"}]}, READY, ""),
+        ({"taints": [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}]}, READY, ""),
+        ({"taints": [{"key": "nvidia.com/gpu", "effect": "NoExecute"}]}, READY, "tainted nvidia.com/gpu"),
     ],
 )
 def test_whether_a_node_is_usable(spec, status, why):
@@ -230,6 +232,38 @@ def test_an_object_that_the_api_refuses_stops_before_anything_is_stored():
     with pytest.raises(InputError):
         preflight_step(world.ports(), subject, CHOSEN)
     assert not world.cluster.list_objects("LeaderWorkerSet")
+
+
+def limit(world, **hard):
+    status = {"used": dict.fromkeys(hard, "0")}
+    obj = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "gpus"}, "spec": {"hard": hard}}
+    world.cluster.apply(obj)
+    world.cluster.set_status("ResourceQuota", "gpus", status)
+
+
+@pytest.mark.parametrize(
+    ("resource", "needed"),
+    # Probe Jobs on 3 nodes, 2 pullers, staging on all 6 nodes of the pool; then 3 engines and a router.
+    [("requests.nvidia.com/gpu", 24), ("count/jobs.batch", 3 + 2 + 6), ("pods", 6), ("count/pods", 11 + 4)],
+)
+def test_a_set_that_no_quota_has_room_for_stops_before_anything_is_made(resource, needed):
+    world, subject = prepared()
+    limit(world, **{resource: str(needed - 1)})
+    writes = list(world.cluster.writes)
+    with pytest.raises(CapacityError) as caught:
+        preflight_step(world.ports(), subject, CHOSEN)
+    assert (caught.value.code, caught.value.where) == ("K2-CAP-003", f"ResourceQuota gpus: {resource}")
+    assert caught.value.expected == f"{needed} more to be free"
+    assert world.cluster.writes == writes and world.jobs_run == []
+    limit(world, **{resource: str(needed)})
+    assert "room under 1 quotas" in preflight_step(world.ports(), subject, CHOSEN)["note"]
+
+
+def test_a_set_that_runs_already_fits_again():
+    world = World()
+    subject = bring_up(world.ports(), release())
+    limit(world, **{"requests.nvidia.com/gpu": "0", "count/jobs.batch": "0"})
+    preflight_step(world.ports(), subject, CHOSEN)
 
 
 def test_a_config_that_is_not_the_locked_one_is_refused():

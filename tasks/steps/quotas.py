@@ -1,0 +1,37 @@
+"""Whether a release fits under the namespace's quotas, before anything of it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tasks.core.demand import demand_of
+from tasks.core.quota import check_quotas
+from tasks.core.render import render_probe_job, render_pull_jobs, render_serving, render_stage_job
+from tasks.steps.context import Ports, Subject
+
+_KINDS = ("LeaderWorkerSet", "Deployment", "Service", "HTTPRoute", "Job")
+
+
+def check_room(ports: Ports, subject: Subject, chosen: Sequence[str], staged: Sequence[str]) -> int:
+    """Compare what is still to be made with the namespace's quotas, and return how many there are.
+
+    Args:
+        chosen: nodes of the set.
+        staged: nodes that the weights are staged on, spares too.
+
+    Raises:
+        CapacityError: a limit has no room (K2-CAP-003); all that have none are in the details.
+    """
+    quotas = ports.cluster.list_objects("ResourceQuota")
+    if not quotas:
+        return 0
+    lock, site, templates, tool = subject.lock, ports.site, ports.templates, subject.release.images.tool
+    jobs = {
+        "preflight": [render_probe_job(lock, site, templates, tool, node) for node in chosen],
+        "pull": render_pull_jobs(lock, site, templates, tool),
+        "stage": [render_stage_job(lock, site, templates, tool, node, "") for node in staged],
+    }
+    serving = render_serving(subject.release, lock, site, templates)
+    there = [obj for kind in _KINDS for obj in ports.cluster.list_objects(kind)]
+    check_quotas(quotas, demand_of(serving, jobs, there, ports.cluster.list_objects("Pod")), site.namespace)
+    return len(quotas)
