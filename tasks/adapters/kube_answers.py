@@ -75,7 +75,7 @@ def error_of(status: int, data: bytes, where: str) -> Exception:
             hint="Log in again, or give the context's user a token that is valid.",
             retry=Never(),
         )
-    if status == 403 and (short := refusal_error(message, where)) is not None:
+    if status == 403 and (short := refusal_error(str(body.get("message", "")), where)) is not None:
         return short
     if status == 403:
         return UnavailableError(
