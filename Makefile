@@ -20,7 +20,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $(STAMP)
 
-controlplane: setup ## build the Kubernetes control plane of the rehearsal, once a machine (about 5 minutes)
+controlplane: setup ## build the rehearsal's Kubernetes and LeaderWorkerSet programs, once a machine (about 7 minutes)
 	@$(BIN)/python -m infra.rehearsal.binaries
 
 rehearse: setup ## the main job: a whole release on this machine, 1P+2D beside 1P+2D, no GPU

@@ -19,6 +19,15 @@ def ready_nodes(nodes: Iterable[Object]) -> dict[str, bool]:
     return {str(node["metadata"]["name"]): condition(node.get("status") or {}, "Ready") == "True" for node in nodes}
 
 
+def lost_node_remedy(node: str) -> str:
+    """Return what a person does about a silent node: its pods hold their group's place until it is back or given up."""
+    return (
+        f"kubectl describe node {node}; repair it, or give it up: "
+        f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute; "
+        "then run the release again."
+    )
+
+
 def scheduler_message(status: Object) -> str:
     """Return why the scheduler finds no node for a pod; empty if it does."""
     for item in status.get("conditions") or ():

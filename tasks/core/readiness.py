@@ -34,6 +34,7 @@ from tasks.core.pod_status import (
     dead_container,
     disruption,
     is_done,
+    lost_node_remedy,
     ready_nodes,
     scheduler_message,
 )
@@ -214,7 +215,7 @@ def _lost_nodes(phases: Iterable[PodPhase], nodes: Mapping[str, bool]) -> Iterat
                     else ", and the router with it."
                 ),
                 phase.detail,
-                f"kubectl describe node {phase.node}; repair or cordon it, then run the release again.",
+                lost_node_remedy(phase.node),
                 phase.pod,
                 phase.node,
                 phase.rank,

@@ -10,6 +10,7 @@ from typing import Any
 from tasks.core.errors import NotReadyError, UnavailableError
 from tasks.core.node_state import engine_tolerations, why_unusable
 from tasks.core.plan import waiting_cost
+from tasks.core.pod_status import lost_node_remedy
 from tasks.core.readiness import Readiness, assess, needs_events, not_ready_error
 from tasks.core.render import ROLE_LABEL, SERVING_LABEL, render_serving
 from tasks.core.spec import ROLES, plain
@@ -164,5 +165,5 @@ def _check_chosen(ports: Ports, view: _View, chosen: Sequence[str]) -> None:
                 where=name,
                 got=why_not,
                 expected="Ready",
-                hint=f"kubectl describe node {name}; repair it or leave it cordoned, then run the release again",
+                hint=lost_node_remedy(name),
             )

@@ -17,6 +17,7 @@ from infra.rehearsal.binaries import LWS_MANAGER
 from infra.rehearsal.lws_manager import ACCOUNT
 from infra.rehearsal.lws_manager import NAMESPACE as MANAGER_NAMESPACE
 from infra.rehearsal.procfs import identified
+from tasks.core.pod_status import lost_node_remedy
 from tests.contract.agent_site import (
     NAMESPACE,
     NODES,
@@ -343,6 +344,27 @@ def test_a_group_is_whole_again_when_its_lost_node_is_back(site: Site) -> None:
     injection.unlink()
     wait_for("whole again", lambda: available(site, "back") and not uids(pods_of(site, "back")) & uids(before))
     ended(site, "back")
+
+
+def test_a_group_leaves_a_lost_node_that_a_person_gives_up(site: Site) -> None:
+    """The remedy that the diagnosis of a lost node names."""
+    started(site, "given")
+    before = pods_of(site, "given")
+    node = before["given-0-1"]["spec"]["nodeName"]
+    injection = inject(site.directory, node)
+    wait_for("terminating", lambda: "deletionTimestamp" in (site.pod("given-0-1") or before["given-0-1"])["metadata"])
+    patch, path = "application/merge-patch+json", f"/api/v1/nodes/{node}"
+    assert "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute" in lost_node_remedy(node)
+    given_up = {"key": "node.kubernetes.io/out-of-service", "value": "nodeshutdown", "effect": "NoExecute"}
+    taints = [*site.get(path)["spec"].get("taints", []), given_up]
+    site.plane.admin.request("PATCH", path, {"spec": {"taints": taints}}, content_type=patch)
+    wait_for("whole again", lambda: available(site, "given") and not uids(pods_of(site, "given")) & uids(before))
+    assert node not in {pod["spec"]["nodeName"] for pod in pods_of(site, "given").values()}
+    injection.unlink()
+    wait_for("ready again", lambda: node in ready_nodes(site))
+    left = [taint for taint in site.get(path)["spec"].get("taints", []) if taint["key"] != given_up["key"]]
+    site.plane.admin.request("PATCH", path, {"spec": {"taints": left}}, content_type=patch)
+    ended(site, "given")
 
 
 def test_it_outlives_a_minute_without_an_api_server(site: Site) -> None:

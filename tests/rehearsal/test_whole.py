@@ -51,6 +51,7 @@ def test_what_is_said_to_be_real_runs(promoted: tuple[Site, dict[str, Any]]) -> 
         "kube-apiserver",
         "kube-controller-manager",
         "kube-scheduler",
+        "lws-manager",
         "object-store",
         "prefect-server",
         "prefect-worker",
