@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TypeAlias
 
-from flows.console.command_line import Parser, positive
+from flows.console.command_line import Parser, named, positive
 from tasks.core.errors import CATALOGUE, ExitCode, InputError, K2Error
 
 _EPILOG = """exit codes:
@@ -74,7 +74,23 @@ def _command(commands: Commands, name: str, module: str, summary: str, *, site: 
             metavar="FILE",
             help="site file; default: $K2_SITE, else the rehearsal site that was kept",
         )
+        _add_access(command)
     return command
+
+
+def _add_access(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--kubeconfig",
+        type=named,
+        metavar="PATH",
+        help="another kubeconfig than the site file's; its current context is never used, nor is $KUBECONFIG",
+    )
+    command.add_argument(
+        "--context",
+        type=named,
+        metavar="NAME",
+        help="one of the contexts that the site file names; any other is refused (default: its context)",
+    )
 
 
 def _add_reading(commands: Commands) -> None:
@@ -159,6 +175,19 @@ def _add_rehearse(commands: Commands) -> None:
         "Run a whole release on this machine: real servers, simulated engines, no GPU.",
         site=False,
     )
+    command.add_argument(
+        "--site",
+        type=named,
+        metavar="FILE",
+        help="on this site instead, a cluster of your own; its file has to say `rehearsal: true`",
+    )
+    _add_access(command)
+    command.add_argument(
+        "--releases",
+        nargs=2,
+        metavar=("OLD", "NEW"),
+        help="with --site: made live first, then the candidate (default: the two files in the site's releases_dir)",
+    )
     command.add_argument("--full", action="store_true", help="two units of 4P+12D on 32 nodes (default: 1P+2D on 6)")
     command.add_argument("--first", action="store_true", help="nothing live before")
     command.add_argument(
@@ -174,7 +203,7 @@ def _add_rehearse(commands: Commands) -> None:
     command.add_argument(
         "--dir", default="", metavar="D", help="where the site lives (default: a new temporary directory)"
     )
-    command.add_argument("--seed", type=int, default=1, help="seed of the model's weights (default: %(default)s)")
+    command.add_argument("--seed", type=int, help="seed of the model's weights (default: 1)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

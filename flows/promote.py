@@ -10,8 +10,9 @@ from prefect.deployments import run_deployment
 from prefect.logging import get_run_logger
 from pydantic import Field
 
-from flows.release import ReleaseParameter, SiteParameter
+from flows.release import ContextParameter, KubeconfigParameter, ReleaseParameter, SiteParameter
 from tasks import traffic
+from tasks.core.access import Access
 from tasks.order import Order, ending, open_order
 
 ApproverParameter = Annotated[str, Field(min_length=2, max_length=100)]
@@ -20,7 +21,12 @@ CommentParameter = Annotated[str, Field(max_length=500)]
 
 @flow(name="promote", flow_run_name="promote-{release}", retries=0, persist_result=False)
 def promote(
-    release: ReleaseParameter, approver: ApproverParameter, site: SiteParameter = "", comment: CommentParameter = ""
+    release: ReleaseParameter,
+    approver: ApproverParameter,
+    site: SiteParameter = "",
+    comment: CommentParameter = "",
+    kubeconfig: KubeconfigParameter = "",
+    context: ContextParameter = "",
 ) -> dict[str, Any]:
     """Shift traffic to a gated release by its traffic plan, revert first on a failed check, then promote it.
 
@@ -31,8 +37,10 @@ def promote(
         approver: Who lets this release have traffic: a person's name, or the CI job.
         site: Path of the site file as the worker sees it; empty for the worker's own site.
         comment: Why now; kept in the receipt.
+        kubeconfig: Path of another kubeconfig than the site file's, as the worker sees it; empty for the site file's.
+        context: Which of the contexts that the site file names; empty for its own.
     """
-    order = open_order(release, site)
+    order = open_order(release, site, Access(kubeconfig, context))
     with ending(order, "promote") as result:
         with traffic.no_unwatched_candidate(order):
             approved = traffic.approve(order, approver, comment)
@@ -62,7 +70,12 @@ def _schedule_retire(order: Order, release: str, done: dict[str, Any]) -> None:
     try:
         run_deployment(
             "retire/retire",
-            parameters={"release": done["previous"], "site": order.site},
+            parameters={
+                "release": done["previous"],
+                "site": order.site,
+                "kubeconfig": order.kubeconfig,
+                "context": order.context,
+            },
             scheduled_time=datetime.fromtimestamp(done["retire_at"], UTC),
             idempotency_key=f"retire-{done['previous']}-for-{release}-at-{done['retire_at']:.0f}",
             timeout=0,

@@ -8,15 +8,23 @@ from prefect import flow
 from pydantic import Field
 
 from tasks import cluster, gates, staging, traffic, weights
+from tasks.core.access import Access
 from tasks.order import Order, ending, open_order
 
 # The form's help comes from the docstring's Args; the limits are checked by the server before a run exists.
 ReleaseParameter = Annotated[str, Field(min_length=1, max_length=400)]
 SiteParameter = Annotated[str, Field(max_length=400)]
+KubeconfigParameter = Annotated[str, Field(max_length=400)]
+ContextParameter = Annotated[str, Field(max_length=250)]
 
 
 @flow(name="release", flow_run_name="release-{release}", retries=0, persist_result=False)
-def release(release: ReleaseParameter, site: SiteParameter = "") -> dict[str, Any]:
+def release(
+    release: ReleaseParameter,
+    site: SiteParameter = "",
+    kubeconfig: KubeconfigParameter = "",
+    context: ContextParameter = "",
+) -> dict[str, Any]:
     """Bring a release to *gated*: weights verified on every node, engines ready, gates passed, no user touched.
 
     Run it again after any death: each step looks at the world and does what is missing. A step that fails while the
@@ -25,8 +33,10 @@ def release(release: ReleaseParameter, site: SiteParameter = "") -> dict[str, An
     Args:
         release: Id of a release file in the site's releases directory, or the path of one as the worker sees it.
         site: Path of the site file as the worker sees it; empty for the worker's own site.
+        kubeconfig: Path of another kubeconfig than the site file's, as the worker sees it; empty for the site file's.
+        context: Which of the contexts that the site file names; empty for its own.
     """
-    order = open_order(release, site)
+    order = open_order(release, site, Access(kubeconfig, context))
     with ending(order, "release") as result, traffic.no_unwatched_candidate(order):
         locked = weights.lock(order)
         plan = cluster.plan(order, locked["lock_digest"])["plan"]

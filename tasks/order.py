@@ -12,6 +12,7 @@ from prefect import runtime
 from prefect.logging import get_run_logger
 
 from tasks import wiring
+from tasks.core.access import AS_WRITTEN, Access
 from tasks.core.errors import K2Error, UnavailableError
 from tasks.core.identity import check_release_id
 from tasks.core.ledger import FAILED, FINISHED, Record
@@ -29,21 +30,32 @@ _END_WAIT_S = 2.0
 
 @dataclass(frozen=True)
 class Order:
-    """A piece of work on one release at one site; `run` is the flow run's id."""
+    """A piece of work on one release at one site; `run` is the flow run's id.
+
+    `kubeconfig` and `context` are what was chosen in place of the site file's own; empty where nothing was.
+    """
 
     release: str
     site: str
     run: str
+    kubeconfig: str = ""
+    context: str = ""
+
+    @property
+    def access(self) -> Access:
+        """How the site's cluster is reached."""
+        return Access(self.kubeconfig, self.context)
 
 
-def open_order(release: str, site: str) -> Order:
+def open_order(release: str, site: str, access: Access = AS_WRITTEN) -> Order:
     """Return the order of the present flow run, its site and release checked to be readable.
 
     A release that cannot be read ends the run here. Where it was named by its id, that is recorded for whoever waits;
     a release named by a path has no id yet, and without a site there is no store: then the run's own state tells.
     """
     with speaking_for_itself("the flow's parameters"):
-        order = Order(release, wiring.site_path(site), str(runtime.flow_run.id or "local"))
+        run = str(runtime.flow_run.id or "local")
+        order = Order(release, wiring.site_path(site), run, access.kubeconfig, access.context)
         try:
             read_release(order)
         except K2Error as error:
@@ -58,12 +70,12 @@ def connect(order: Order) -> Ports:
     """Return the ports of an order's site, with progress that goes to the run's log and artifacts."""
     with speaking_for_itself("connect"):
         name = read_release(order).profile.served_model_name
-        return wiring.connect_patiently(order.site, order.run, RunProgress(), name)
+        return wiring.connect_patiently(order.site, order.run, RunProgress(), name, order.access)
 
 
 def read_release(order: Order) -> Release:
     """Return the release of an order."""
-    return find_release(order.release, wiring.read_site(order.site).releases_dir)
+    return find_release(order.release, wiring.read_site(order.site, order.access).releases_dir)
 
 
 def subject(order: Order, ports: Ports, lock_digest: str) -> Subject:
@@ -106,7 +118,7 @@ def _failed(order: Order, release: str, flow: str, error: K2Error) -> None:
 def _append_end(order: Order, release: str, event: str, data: dict[str, Any]) -> None:
     """Append the record of a run's end; a store that does not answer is tried a few times."""
     # Not by `connect`: the release need not be readable (any more).
-    ports = wiring.connect(order.site, order.run, RunProgress())
+    ports = wiring.connect(order.site, order.run, RunProgress(), access=order.access)
     for left in reversed(range(_END_TRIES)):
         try:
             append(ports.store, Record(release, END, event, order.run, ports.clock.now(), data))

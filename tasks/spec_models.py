@@ -89,6 +89,7 @@ OverrideValue = Annotated[
 VariableName = Annotated[str, AfterValidator(_variable_name)]
 VariableValue = Annotated[str, BeforeValidator(_environment_value), WithJsonSchema({"type": ["string", "number"]})]
 ImageName = Annotated[str, AfterValidator(_image)]
+ContextName = Annotated[str, Field(min_length=1)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -180,7 +181,15 @@ class SiteModel(_Model):
     version: Literal[1]
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
     kubeconfig: str
-    context: str = ""
+    context: str = Field(default="", description="Name of the cluster in that kubeconfig.")
+    other_contexts: list[ContextName] = Field(
+        default=[], description="Names by which other kubeconfigs call the same cluster; `--context` takes these too."
+    )
+    cluster_uid: str = Field(
+        default="",
+        pattern=r"^$|^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
+        description="uid of the cluster's namespace kube-system; another cluster is refused. Empty: not checked.",
+    )
     namespace: str = "k2"
     store: StoreModel
     hub: HubModel = HubModel()
@@ -194,6 +203,8 @@ class SiteModel(_Model):
     lease_duration_s: Positive = 30
     releases_dir: str = Field(default="releases", description="Where `k2ctl release ID` finds ID.yaml.")
     simulated: list[str] = Field(default=[], description="What of this site is not real; shown in every receipt.")
+    rehearsal: bool = Field(default=False, description="Whether `k2ctl rehearse --site` may try releases here.")
+    real: list[str] = Field(default=[], description="What of a rehearsal's site is real, by its owner's word.")
 
     def freeze(self, base: Path) -> Site:
         """Return the core's value with paths made absolute against `base`."""
@@ -221,6 +232,10 @@ class SiteModel(_Model):
             releases_dir=place(self.releases_dir),
             reserve_bytes=self.reserve_bytes,
             simulated=tuple(self.simulated),
+            other_contexts=tuple(self.other_contexts),
+            cluster_uid=self.cluster_uid,
+            rehearsal=self.rehearsal,
+            real=tuple(self.real),
         )
 
 

@@ -13,6 +13,7 @@ from tasks.adapters.engine import GatewayEngine
 from tasks.adapters.gateway_stats import EnvoyStats
 from tasks.adapters.hub import HfHub
 from tasks.adapters.store import S3Store, StoreCredentials
+from tasks.core.access import AS_WRITTEN, Access, reached_by
 from tasks.core.errors import InputError
 from tasks.core.spec import Site
 from tasks.ports import Progress
@@ -62,9 +63,23 @@ def last_rehearsal_site() -> Path:
     return state / "k2-release" / "rehearsal" / "site.yaml"
 
 
-def read_site(path: str) -> Site:
-    """Return the site of a file."""
-    return load_site(path)
+def read_site(path: str, access: Access = AS_WRITTEN) -> Site:
+    """Return the site of a file, as it is reached.
+
+    Raises:
+        InputError: the file is wrong, does not name the chosen context, or the chosen kubeconfig is no file.
+    """
+    site = reached_by(load_site(path), access)
+    if access.kubeconfig and not Path(access.kubeconfig).is_file():
+        raise InputError(
+            "K2-INP-001",
+            "The kubeconfig does not exist.",
+            where="--kubeconfig",
+            got=access.kubeconfig,
+            expected="the path of one kubeconfig file",
+            hint="give the path of a file; without --kubeconfig that of the site file is used",
+        )
+    return site
 
 
 def open_store(site: Site) -> S3Store:
@@ -77,20 +92,27 @@ def open_store(site: Site) -> S3Store:
     )
 
 
-def connect_patiently(path: str, run: str, progress: Progress, model: str = DEFAULT_MODEL) -> Ports:
+def open_cluster(site: Site) -> KubeCluster:
+    """Return the cluster of a site; where the site file has its uid, no other one is talked to."""
+    return KubeCluster(site.kubeconfig, site.context, site.namespace, cluster_uid=site.cluster_uid)
+
+
+def connect_patiently(
+    path: str, run: str, progress: Progress, model: str = DEFAULT_MODEL, access: Access = AS_WRITTEN
+) -> Ports:
     """Do as `connect` does, for flows: a Kubernetes API that is away for a while is waited for, not failed on."""
-    ports = connect(path, run, progress, model)
+    ports = connect(path, run, progress, model, access)
     return replace(ports, cluster=PatientCluster(ports.cluster, ports.clock, progress.say))
 
 
-def connect(path: str, run: str, progress: Progress, model: str = DEFAULT_MODEL) -> Ports:
+def connect(path: str, run: str, progress: Progress, model: str = DEFAULT_MODEL, access: Access = AS_WRITTEN) -> Ports:
     """Return the ports of a site, clients made; nothing is contacted yet except by their constructors."""
-    site = load_site(path)
+    site = read_site(path, access)
     return Ports(
         site=site,
         hub=HfHub(site.hub.endpoint, token_file=site.hub.token_file),
         store=open_store(site),
-        cluster=KubeCluster(site.kubeconfig, site.context, site.namespace),
+        cluster=open_cluster(site),
         engine=GatewayEngine(site.gateway.url, model),
         stats=EnvoyStats(site.gateway.stats_url, site.namespace),
         clock=SystemClock(),

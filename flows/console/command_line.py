@@ -31,3 +31,10 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
+
+
+def named(text: str) -> str:
+    """Return a word that is not empty: an unset variable of a shell must not pass for no option."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text

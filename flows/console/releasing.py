@@ -10,12 +10,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from flows.console.reports import connect, print_json, show_plan, summary
-from flows.console.submission import Ended, again, say, show_steps_here, submit, use_api
-from flows.console.temporary_server import answers, use_temporary_server
+from flows.console.reports import access_of, connect, print_json, show_plan, summary
+from flows.console.submission import Ended, again, say, show_steps_here, submit
+from flows.console.temporary_server import use_server_for
 from tasks import wiring
+from tasks.core.access import Access
 from tasks.core.errors import ExitCode, InputError
-from tasks.core.spec import Site
+from tasks.core.spec import Site, plain
 from tasks.specs import find_release
 from tasks.steps.capacity import make_release_plan
 from tasks.steps.context import Subject
@@ -30,6 +31,7 @@ class _Target:
 
     args: Namespace
     site_path: str
+    access: Access
     site: Site
     release_id: str
 
@@ -47,10 +49,11 @@ class _Target:
 
 
 def _target(args: Namespace) -> _Target:
-    site_path = wiring.site_path(args.site)
-    site = wiring.read_site(site_path)
-    target = _Target(args, site_path, site, find_release(args.release, site.releases_dir).id)
+    site_path, access = wiring.site_path(args.site), access_of(args)
+    site = wiring.read_site(site_path, access)
+    target = _Target(args, site_path, access, site, find_release(args.release, site.releases_dir).id)
     _check_approval(target)
+    _check_access(target)
     return target
 
 
@@ -73,6 +76,20 @@ def _check_approval(target: _Target) -> None:
                 got=value if len(value) <= _SHOWN_CHARACTERS else f"{len(value)} characters",
                 hint=f"give another {option}",
             ) from error
+
+
+def _check_access(target: _Target) -> None:
+    """Refuse to send a choice of cluster to a worker: it reads the site file as it sees it and has its own files."""
+    args = target.args
+    if target.access.chosen and _is_submitted(target) and not getattr(args, "dry_run", False):
+        raise InputError(
+            "K2-INP-001",
+            "A submitted run reaches the cluster as its worker's site file says, by that file's kubeconfig.",
+            where="--kubeconfig" if args.kubeconfig else "--context",
+            got=args.kubeconfig or args.context,
+            expected="--local beside it: the flow in this process",
+            hint=f"k2ctl {args.command} {target.release} --local with the same options, or submit it without this one",
+        )
 
 
 def release(args: Namespace) -> int:
@@ -125,18 +142,20 @@ def _run(target: _Target, name: str, **more: str) -> Ended:
     A worker may see the site file elsewhere than we do, so its own site is meant unless one was named.
     """
     args, site = target.args, target.site
-    if args.local or not site.prefect_api_url:
-        return _run_here(site, name, {"release": target.release, "site": target.site_path, **more})
+    if not _is_submitted(target):
+        chosen = {key: value for key, value in plain(target.access).items() if value}
+        return _run_here(site, name, {"release": target.release, "site": target.site_path, **chosen, **more})
     parameters = {"release": target.release, "site": target.site_path if args.site else "", **more}
     return submit(site, f"{name}/{name}", target.release_id, parameters)
 
 
+def _is_submitted(target: _Target) -> bool:
+    """Return whether flows run as their deployments: where there is a Prefect server, unless it is to be here."""
+    return bool(target.site.prefect_api_url) and not target.args.local
+
+
 def _run_here(site: Site, name: str, parameters: dict[str, Any]) -> Ended:
-    if site.prefect_api_url and answers(site.prefect_api_url):
-        use_api(site)
-    else:
-        say("no Prefect server of the site answers: a temporary one keeps this run; the ledger has it all the same")
-        use_temporary_server()
+    use_server_for(site)
     show_steps_here()
     from flows.promote import promote as promote_flow
     from flows.release import release as release_flow

@@ -13,6 +13,7 @@ import yaml
 
 from flows.console.submission import say
 from tasks import wiring
+from tasks.core.access import Access
 from tasks.core.errors import CATALOGUE, ExitCode, InputError, IntegrityError, NotReadyError, UnavailableError
 from tasks.core.lock import Lock, lock_from_data
 from tasks.core.plan import Plan, plan_rows
@@ -36,7 +37,13 @@ _PASSING = (408, 429)
 def connect(args: Namespace) -> Ports:
     """Return the ports of the site that a command names, with progress on standard error."""
     model = getattr(args, "model", wiring.DEFAULT_MODEL)
-    return wiring.connect(wiring.site_path(args.site), "k2ctl", TerminalProgress(), model)
+    return wiring.connect(wiring.site_path(args.site), "k2ctl", TerminalProgress(), model, access_of(args))
+
+
+def access_of(args: Namespace) -> Access:
+    """Return how the site's cluster is reached, by the options of a command."""
+    kubeconfig = str(Path(args.kubeconfig).expanduser().resolve()) if args.kubeconfig else ""
+    return Access(kubeconfig, args.context or "")
 
 
 def print_json(data: Any) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import urllib.request
 
+from flows.console.submission import say, use_api
+from tasks.core.spec import Site
+
 
 def answers(api_url: str) -> bool:
     """Return whether a Prefect API is there."""
@@ -13,6 +16,15 @@ def answers(api_url: str) -> bool:
             return int(answer.status) == 200
     except (OSError, ValueError):
         return False
+
+
+def use_server_for(site: Site) -> None:
+    """Let flows in this process report to the site's Prefect server, or to a temporary one where none answers."""
+    if site.prefect_api_url and answers(site.prefect_api_url):
+        use_api(site)
+    else:
+        say("no Prefect server of the site answers: a temporary one keeps this run; the ledger has it all the same")
+        use_temporary_server()
 
 
 def use_temporary_server() -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from tasks.adapters.kinds import KINDS, Kind
 from tasks.adapters.kube_answers import ExistsError, NotThereError, no_list, refused
-from tasks.adapters.kube_api import APPLY, MERGE, KubeApi, WatchStream
+from tasks.adapters.kube_api import APPLY, MERGE, WatchStream
 from tasks.adapters.mirror import DEFAULT_TIMES, ExpiredError, KubeMirror, WatchTimes
+from tasks.adapters.pinned_api import ANOTHER_CLUSTER, open_api
 from tasks.core.errors import After, ConflictError, InputError, UnavailableError
 from tasks.ports import Object
 
@@ -33,6 +34,7 @@ class KubeCluster:
         tries: how often a request is sent in all while the server answers 429 or 503.
         longest_wait_s: before a request is sent again, whatever the server asks for.
         watch_times: of the watches that mirrors keep.
+        cluster_uid: uid of the one cluster that is talked to (`PinnedApi`); empty: whichever answers.
     """
 
     def __init__(
@@ -46,8 +48,11 @@ class KubeCluster:
         tries: int = 5,
         longest_wait_s: float = 10.0,
         watch_times: WatchTimes = DEFAULT_TIMES,
+        cluster_uid: str = "",
     ) -> None:
-        self._api = KubeApi(kubeconfig, context, timeout_s=timeout_s, tries=tries, longest_wait_s=longest_wait_s)
+        self._api = open_api(
+            kubeconfig, context, cluster_uid, timeout_s=timeout_s, tries=tries, longest_wait_s=longest_wait_s
+        )
         self._context = context
         self._namespace = namespace
         self._field_manager = field_manager
@@ -184,6 +189,8 @@ class KubeCluster:
                 "GET", path, query={"container": container, "tailLines": str(tail_lines)}, where=where
             ).decode(errors="replace")
         except (NotThereError, InputError) as error:
+            if isinstance(error, InputError) and error.code == ANOTHER_CLUSTER:
+                raise
             # 400: no such container, or it waits to start and has said nothing yet.
             raise KeyError(where) from error
 

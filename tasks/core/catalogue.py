@@ -89,6 +89,12 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         "Correct the manifest; nothing was stored.",
     ),
     CatalogueEntry(
+        "K2-INP-009",
+        ExitCode.INVALID_INPUT,
+        "The cluster is not one that the site file names.",
+        "Nothing was changed. Use the site file of that cluster, or a name and a kubeconfig that lead to this one.",
+    ),
+    CatalogueEntry(
         "K2-INT-001",
         ExitCode.INTEGRITY,
         "Bytes that arrived do not have the digest of the lock.",

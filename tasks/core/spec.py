@@ -196,7 +196,12 @@ class GatewayRef:
 
 @dataclass(frozen=True)
 class Site:
-    """One cluster: where it is, what it is made of, what an hour of it costs."""
+    """One cluster: where it is, what it is made of, what an hour of it costs.
+
+    `other_contexts` are further names of `context` in other people's kubeconfigs; `cluster_uid` is the uid of the
+    cluster's namespace kube-system, empty if it is not checked. `rehearsal` says that releases may be tried here, with
+    `real` as the owner's own list of what is.
+    """
 
     name: str
     kubeconfig: str
@@ -214,6 +219,15 @@ class Site:
     releases_dir: str
     reserve_bytes: int = 0
     simulated: tuple[str, ...] = field(default=())
+    other_contexts: tuple[str, ...] = field(default=())
+    cluster_uid: str = ""
+    rehearsal: bool = False
+    real: tuple[str, ...] = field(default=())
+
+    @property
+    def contexts(self) -> tuple[str, ...]:
+        """Every name by which the site file knows its cluster."""
+        return tuple(name for name in (self.context, *self.other_contexts) if name)
 
 
 def plain(value: Any) -> Any:

@@ -11,8 +11,8 @@ from tasks.core.spec import Release, plain
 from tests.fakes.small_world import PROFILE
 
 
-def write_site(directory: Path) -> Path:
-    """Write a site file with an empty directory of releases beside it and return its path."""
+def write_site(directory: Path, **changes: Any) -> Path:
+    """Write a site file with an empty directory of releases beside it and return its path; `changes` are its fields."""
     (directory / "releases").mkdir(exist_ok=True)
     (directory / "store.json").write_text('{"access_key": "a", "secret_key": "b"}')
     path = directory / "site.yaml"
@@ -28,6 +28,7 @@ def write_site(directory: Path) -> Path:
                 "nvme_path": "/mnt/nvme/k2",
                 "usd_per_gpu_hour": 2.3,
             }
+            | changes
         )
     )
     return path

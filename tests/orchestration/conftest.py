@@ -28,7 +28,7 @@ def site(prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path = write_site(tmp_path)
     world = World(releases_dir=str(tmp_path / "releases"))
 
-    def connect(path: str, run: str, progress: Progress, model: str = "") -> Ports:
+    def connect(path: str, run: str, progress: Progress, model: str = "", access: object = None) -> Ports:
         return replace(world.ports(run), progress=progress)
 
     monkeypatch.setattr(wiring, "connect", connect)

@@ -50,7 +50,7 @@ def site(tmp_path, monkeypatch):
     path = write_site(tmp_path)
     write_release(tmp_path, WHAT)
     world = World(releases_dir=str(tmp_path / "releases"))
-    monkeypatch.setattr(wiring, "connect", lambda path, run, progress, model="": world.ports(run))
+    monkeypatch.setattr(wiring, "connect", lambda path, run, progress, model="", access=None: world.ports(run))
     monkeypatch.setenv("K2_SITE", str(path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return world

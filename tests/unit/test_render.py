@@ -297,6 +297,7 @@ def test_rights_are_the_least_that_works():
     assert objects["ClusterRole", "k2-pipeline"]["rules"] == [
         {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]},
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+        {"apiGroups": [""], "resources": ["namespaces"], "resourceNames": ["kube-system"], "verbs": ["get"]},
     ]
     bound = {subject["name"] for obj in load_base() for subject in obj.get("subjects", ())}
     assert bound == {"k2-router", "k2-pipeline"}

@@ -14,7 +14,7 @@ from tests.fakes.shifting_world import NEW, Shifting, holding_of
 @pytest.fixture
 def it(monkeypatch):
     it = Shifting()
-    monkeypatch.setattr(wiring, "connect", lambda path, run, progress, model="": it.world.ports(run))
+    monkeypatch.setattr(wiring, "connect", lambda path, run, progress, model="", access=None: it.world.ports(run))
     monkeypatch.setattr(traffic, "read_release", lambda order: NEW)
     monkeypatch.setattr("tasks.order.read_release", lambda order: NEW)
     return it

@@ -1,0 +1,111 @@
+"""A cluster is asked who it is before it is asked for anything else, and another one is asked for nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import wiring
+from tasks.adapters.cluster import KubeCluster
+from tasks.adapters.kube_api import KubeApi
+from tasks.adapters.pinned_api import PinnedApi
+from tasks.core.errors import InputError, UnavailableError
+from tasks.progress import TerminalProgress
+from tests.fakes.counted_server import Counted, counted_server, write_kubeconfig
+from tests.fakes.site_files import write_site
+
+UID, OTHER = "0b5e8c2e-7a41-4c7e-9d4f-1f2a3b4c5d6e", "aaaaaaaa-7a41-4c7e-9d4f-1f2a3b4c5d6e"
+QUESTION = "GET /api/v1/namespaces/kube-system"
+OBJECT = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x", "resourceVersion": "1"}}
+CALLS: dict[str, Callable[[KubeCluster], Any]] = {
+    "get": lambda c: c.get("Node", "x"),
+    "list": lambda c: c.list_objects("Pod"),
+    "apply": lambda c: c.apply(OBJECT),
+    "dry run": lambda c: c.apply(OBJECT, dry_run=True),
+    "create": lambda c: c.create(OBJECT),
+    "replace": lambda c: c.replace(OBJECT),
+    "patch": lambda c: c.merge_patch("ConfigMap", "x", {}),
+    "delete": lambda c: c.delete("ConfigMap", "x"),
+    "watch": lambda c: c.open_watch("Pod", {}, "k2", "1", 5, 5),
+    "log": lambda c: c.pod_log("p", "engine", 5),
+}
+
+
+def pinned(tmp_path: Path, server: Counted) -> KubeCluster:
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", ("ours", server.url))
+    return KubeCluster(str(kubeconfig), "ours", "k2", cluster_uid=UID)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("uid", [OTHER, ""])
+def test_another_cluster_gets_no_request_but_the_question(tmp_path: Path, call: str, uid: str) -> None:
+    with counted_server(uid) as server:
+        with pytest.raises(InputError) as caught:
+            CALLS[call](pinned(tmp_path, server))
+        assert server.requests == [QUESTION]
+    error = caught.value
+    assert error.code == "K2-INP-009"
+    assert UID in error.expected
+    assert (uid or "no namespace") in error.got
+    assert "context ours" in error.where
+
+
+def test_the_expected_cluster_is_asked_once(tmp_path: Path) -> None:
+    with counted_server(UID) as server:
+        cluster = pinned(tmp_path, server)
+        for _ in range(2):
+            with pytest.raises(UnavailableError):
+                cluster.list_objects("Node")
+        assert server.requests == [QUESTION, *["GET /api/v1/nodes?limit=500"] * 2]
+
+
+def test_a_cluster_that_was_another_one_is_asked_again(tmp_path: Path) -> None:
+    with counted_server(OTHER) as server:
+        cluster = pinned(tmp_path, server)
+        for _ in range(2):
+            with pytest.raises(InputError):
+                cluster.apply(OBJECT)
+        assert server.requests == [QUESTION, QUESTION]
+
+
+def test_a_login_that_is_read_anew_is_asked_again(tmp_path: Path) -> None:
+    """The kubeconfig may lead elsewhere by the time that its token is refused."""
+    with counted_server(UID) as first, counted_server(OTHER) as second:
+        cluster = pinned(tmp_path, first)
+        with pytest.raises(UnavailableError):
+            cluster.list_objects("Node")
+        write_kubeconfig(tmp_path / "kubeconfig", ("ours", second.url))
+        first.otherwise = 401
+        with pytest.raises(InputError) as caught:
+            cluster.list_objects("Node")
+        assert caught.value.code == "K2-INP-009"
+        assert second.requests == [QUESTION]
+
+
+@pytest.mark.parametrize(("status", "error"), [(403, "refuses this identity"), (401, "does not know this identity")])
+def test_who_may_not_ask_is_told_so_and_sends_nothing_else(tmp_path: Path, status: int, error: str) -> None:
+    with counted_server(UID) as server:
+        server.refusal = status
+        with pytest.raises(UnavailableError, match=error):
+            pinned(tmp_path, server).apply(OBJECT)
+        assert set(server.requests) == {QUESTION}
+
+
+@pytest.mark.parametrize(("fields", "kind"), [({}, KubeApi), ({"cluster_uid": UID}, PinnedApi)])
+def test_a_site_file_with_a_uid_gets_a_pinned_api(tmp_path: Path, fields: dict[str, str], kind: type[KubeApi]) -> None:
+    write_kubeconfig(tmp_path / "kubeconfig", ("ours", "http://127.0.0.1:1"))
+    site = wiring.read_site(str(write_site(tmp_path, context="ours", **fields)))
+    assert type(wiring.open_cluster(site)._api) is kind
+    connected = wiring.connect(str(tmp_path / "site.yaml"), "test", TerminalProgress()).cluster
+    assert isinstance(connected, KubeCluster)
+    assert type(connected._api) is kind
+
+
+@pytest.mark.parametrize("uid", ["default", UID.upper(), UID + "0"])
+def test_what_is_no_uid_is_refused_in_the_file(tmp_path: Path, uid: str) -> None:
+    with pytest.raises(InputError) as caught:
+        wiring.read_site(str(write_site(tmp_path, cluster_uid=uid)))
+    assert "cluster_uid" in caught.value.where
