@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from flows.console.outages import API_KILLED, Outages
 from flows.console.submission import say
-from tasks.core.errors import K2Error
+from tasks.core.errors import InputError, K2Error
 from tasks.steps.context import Ports
 from tasks.steps.traffic import read_live_route
 
-INJECTIONS = ("shard-bitflip", "gate-miss", "node-lost", "slo-breach", API_KILLED)
+# By name, what each works on: parts that only the embedded site has.
+INJECTIONS = {
+    "shard-bitflip": "the embedded site's Hub server",
+    "gate-miss": "the embedded site's engine simulators",
+    "node-lost": "the embedded site's node agent",
+    "slo-breach": "the embedded site's engine simulators",
+    API_KILLED: "the processes of the embedded site's control plane",
+}
 _RELEASE = "k2-release.io/release"
+
+
+def check_injections(names: Sequence[str]) -> None:
+    """Raise InputError for a name that is no injection."""
+    unknown = [name for name in names if name not in INJECTIONS]
+    if unknown:
+        raise InputError(
+            "K2-INP-001",
+            "There is no such injection.",
+            where="--inject",
+            got=unknown[0],
+            expected=", ".join(INJECTIONS),
+        )
 
 
 class Injector:

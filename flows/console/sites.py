@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 from flows.console.reports import connect, print_json
 from flows.console.submission import say
@@ -48,13 +49,7 @@ def _check(args: Namespace) -> int:
     A part that does not answer keeps no other from being asked.
     """
     ports = connect(args)
-    rows, errors = [], []
-    for part, look in _PARTS:
-        try:
-            rows.append({"part": part, "ok": True, "says": look(ports, args)})
-        except K2Error as error:
-            rows.append({"part": part, "ok": False, "says": str(error), "error": error.as_data()})
-            errors.append(error)
+    rows, errors = check_parts(ports, args.release)
     if args.json:
         ended = {"outcome": "failed", "error": errors[0].as_data()} if errors else {"outcome": "done"}
         print_json({"version": 1, "site": ports.site.name, **ended, "parts": rows})
@@ -66,23 +61,40 @@ def _check(args: Namespace) -> int:
     return errors[0].exit_code if errors else ExitCode.DONE
 
 
-def _nodes(ports: Ports, _: Namespace) -> str:
+def check_parts(ports: Ports, release: str) -> tuple[list[dict[str, Any]], list[K2Error]]:
+    """Ask every part of a site and return what each said, a row a part, with the errors of those that did not answer.
+
+    The Hub is asked for the revision of `release`; empty for that of the live one.
+    """
+    rows: list[dict[str, Any]] = []
+    errors: list[K2Error] = []
+    for part, look in _PARTS:
+        try:
+            rows.append({"part": part, "ok": True, "says": look(ports, release)})
+        except K2Error as error:
+            rows.append({"part": part, "ok": False, "says": str(error), "error": error.as_data()})
+            errors.append(error)
+    return rows, errors
+
+
+def _nodes(ports: Ports, _: str) -> str:
     nodes = read_nodes(ports, "")
-    return f"{sum(n.usable for n in nodes)} of {len(nodes)} nodes of the pool are usable"
+    who = "the cluster has the uid of the site file" if ports.site.cluster_uid else "no cluster_uid in the site file"
+    return f"{sum(n.usable for n in nodes)} of {len(nodes)} nodes of the pool are usable; {who}"
 
 
-def _route(ports: Ports, _: Namespace) -> str:
+def _route(ports: Ports, _: str) -> str:
     route, _obj = read_live_route(ports)
     return f"{route.phase}, stable {route.stable.release}"
 
 
-def _store(ports: Ports, _: Namespace) -> str:
+def _store(ports: Ports, _: str) -> str:
     return f"{len(ports.store.list_objects('receipts/'))} receipts in {ports.site.store.bucket}"
 
 
-def _hub(ports: Ports, args: Namespace) -> str:
+def _hub(ports: Ports, release: str) -> str:
     """Ask the Hub for the revision of the named release, else of the live one."""
-    repo, revision = _revision(ports, args.release)
+    repo, revision = _revision(ports, release)
     if not repo:
         return "not asked: nothing is live that names a revision; name one with --release"
     return f"knows {repo} at {ports.hub.resolve(repo, revision)[:12]}"
@@ -97,7 +109,7 @@ def _revision(ports: Ports, named: str) -> tuple[str, str]:
     return (receipt["lock"]["repo"], receipt["lock"]["revision"]) if receipt else ("", "")
 
 
-def _prefect(ports: Ports, _: Namespace) -> str:
+def _prefect(ports: Ports, _: str) -> str:
     url = ports.site.prefect_api_url
     if not url:
         return "none is named: flows run in the process of k2ctl"
@@ -112,13 +124,13 @@ def _prefect(ports: Ports, _: Namespace) -> str:
     return f"healthy at {url}"
 
 
-def _statistics(ports: Ports, _: Namespace) -> str:
+def _statistics(ports: Ports, _: str) -> str:
     service = read_live_route(ports)[0].stable.service
     counted = ports.stats.counts(service).requests
     return f"no counters of {service}" if math.isnan(counted) else f"{counted:.0f} requests counted"
 
 
-_PARTS: tuple[tuple[str, Callable[[Ports, Namespace], str]], ...] = (
+_PARTS: tuple[tuple[str, Callable[[Ports, str], str]], ...] = (
     ("kubernetes", _nodes),
     ("live route", _route),
     ("store", _store),

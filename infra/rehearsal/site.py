@@ -7,7 +7,6 @@ import resource
 import shutil
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from infra.rehearsal import apiserver, crds, inventory, lws_manager, objectstore, orchestrator
+from infra.rehearsal import apiserver, crds, inventory, lws_manager, objectstore, orchestrator, users
 from infra.rehearsal.addresses import SubnetLease, free_ports
 from infra.rehearsal.apiserver import ControlPlane
 from infra.rehearsal.binaries import ControlPlaneBinaries, ensure_control_plane, executable_facts
@@ -133,27 +132,11 @@ class RehearsalSite:
 
     def start_client(self, rate_per_s: float) -> Path:
         """Start the client that sends user traffic the whole time; return the path of its report."""
-        out = self.directory / "client.json"
-        argv = (
-            sys.executable,
-            "-m",
-            "infra.rehearsal.client",
-            "--url",
-            self.gateway_url,
-            "--out",
-            str(out),
-            "--concurrency",
-            "8",
-            "--rate-per-s",
-            str(rate_per_s),
-        )
-        self.supervisor.start(ProcessSpec("client", argv, address=self.gateway_url, ready=out.exists, grace_s=30.0))
-        return out
+        return users.start_client(self.supervisor, self.gateway_url, self.directory / "client.json", rate_per_s)
 
     def stop_client(self) -> dict[str, Any]:
         """Let the client finish what is in flight, stop it, and return its counts."""
-        self.supervisor.stop("client", grace_s=60.0)
-        return dict(json.loads((self.directory / "client.json").read_text()))
+        return users.stop_client(self.supervisor, self.directory / "client.json")
 
     def inject(self, name: str, parameters: Mapping[str, Any]) -> None:
         """Switch an injection on; components look at the directory."""
@@ -187,12 +170,7 @@ class RehearsalSite:
 
     def parked_answer(self) -> dict[str, Any] | None:
         """Return what a user gets who is answered by nobody but the parking backend; None if somebody serves."""
-        request = urllib.request.Request(f"{self.gateway_url}/v1/models")  # noqa: S310 (a loopback address of our own)
-        try:
-            urllib.request.urlopen(request, timeout=10).close()  # noqa: S310
-        except urllib.error.HTTPError as error:
-            return {"status": error.code, "retry_after": error.headers.get("Retry-After", "")}
-        return None
+        return users.parked_answer(self.gateway_url)
 
     def _timed(self, what: str, act: Callable[[], None]) -> None:
         began = time.monotonic()
@@ -341,10 +319,17 @@ class RehearsalSite:
             "lease_duration_s": 10,
             "releases_dir": "releases",
             "simulated": list(SIMULATED),
+            "cluster_uid": self._cluster_uid(),
+            "rehearsal": True,
+            "real": [f"{name} {version}" for name, version in sorted(self._versions.items())],
         }
         part = self.site_path.with_suffix(".part")
         part.write_text(yaml.safe_dump(site, sort_keys=False))
         part.replace(self.site_path)
+
+    def _cluster_uid(self) -> str:
+        namespace = self.control_plane.admin.request("GET", "/api/v1/namespaces/kube-system")
+        return str(namespace["metadata"]["uid"])
 
     def real_parts(self) -> list[dict[str, Any]]:
         """Return every real server with pid, executable and its sha256, version as the process says it, and address."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows import cli
-from flows.console.rehearsing import Outcome, blame
+from flows.console.rehearsal_result import Outcome, blame
 from infra.rehearsal.processes import ProcessSpec, Supervisor
 from tasks import wiring
 from tasks.core.errors import ExitCode
