@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from infra.rehearsal.gateway import backends
 from infra.rehearsal.gateway.status import LIVE, gateway_status, route_status
 from infra.rehearsal.gateway.translate import Outcome, Translation, World, translate
 from infra.rehearsal.gateway.xds import XdsFiles
@@ -216,6 +217,22 @@ def test_endpoints_are_ready_pods_that_stay() -> None:
 def test_target_port(port: dict[str, Any], expected: int) -> None:
     result = translated(route("live", rule()), services=[service("blue", ports=[port])])
     assert hosts(result, "k2/blue/80") == [("127.1.0.1", expected)]
+
+
+def test_a_service_that_publishes_not_ready_addresses_keeps_what_the_node_controller_gave_up() -> None:
+    ended = pod("blue-3", "blue", "127.5.12.3", ready="False")
+    ended["status"]["phase"] = "Failed"
+    pods = [
+        pod("blue-0", "blue", "127.5.12.0", ready="False"),
+        pod("blue-1", "blue", "127.5.12.1", deletionTimestamp="2026-01-01T00:00:00Z"),
+        pod("blue-2", "blue", ""),
+        ended,
+    ]
+    services = [service("blue", publishNotReadyAddresses=True)]
+    found = backends.ready_endpoints(services[0], services[0]["spec"]["ports"][0], pods)
+    assert [endpoint.pod for endpoint in found] == ["blue-0", "blue-1"]
+    plain = service("blue")
+    assert backends.ready_endpoints(plain, plain["spec"]["ports"][0], pods) == ()
 
 
 def test_a_service_without_ready_pods_has_an_empty_cluster() -> None:

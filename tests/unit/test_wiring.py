@@ -39,3 +39,15 @@ def test_one_that_does_not_exist_is_an_error_and_no_other_is_used(source, monkey
     with pytest.raises(InputError) as caught:
         wiring.site_path("/nope/site.yaml" if source == "--site" else "")
     assert (caught.value.where, caught.value.got) == (source, "/nope/site.yaml")
+
+
+def test_flows_wait_for_an_api_that_is_away_and_the_command_line_does_not(monkeypatch):
+    from tasks.order import Order, connect
+    from tasks.steps.patience import PatientCluster
+    from tests.fakes.small_world import World, release
+
+    world = World()
+    monkeypatch.setattr(wiring, "connect", lambda *given, **more: world.ports())
+    monkeypatch.setattr("tasks.order.read_release", lambda order: release())
+    assert isinstance(connect(Order("k2-new-1", "/site.yaml", "run-1")).cluster, PatientCluster)
+    assert wiring.connect("/site.yaml", "run-1", world.progress).cluster is world.cluster

@@ -58,7 +58,11 @@ def service_port(ref: BackendRef, services: Iterable[Object], *, from_namespace:
 
 
 def ready_endpoints(service: Object, port: Object, pods: Iterable[Object]) -> tuple[Endpoint, ...]:
-    """Return the addresses of the Service's pods that are Ready and not on their way out, in a fixed order."""
+    """Return the addresses of the Service's pods that are Ready and not on their way out, in a fixed order.
+
+    With `publishNotReadyAddresses` those of all pods that have one and have not ended, as endpoint controllers do it.
+    """
+    in_service = _has_address if service["spec"].get("publishNotReadyAddresses") else is_ready
     selector = service["spec"]["selector"]
     namespace = service["metadata"]["namespace"]
     found = set()
@@ -67,7 +71,7 @@ def ready_endpoints(service: Object, port: Object, pods: Iterable[Object]) -> tu
         if pod["metadata"]["namespace"] != namespace or not selector.items() <= labels.items():
             continue
         number = _target_port(pod, port)
-        if number is not None and is_ready(pod):
+        if number is not None and in_service(pod):
             found.add(Endpoint(str(pod["status"]["podIP"]), number, str(pod["metadata"]["name"])))
     return tuple(sorted(found))
 
@@ -78,6 +82,11 @@ def is_ready(pod: Object) -> bool:
     if pod["metadata"].get("deletionTimestamp") or not status.get("podIP"):
         return False
     return any(item["type"] == "Ready" and item["status"] == "True" for item in status.get("conditions") or ())
+
+
+def _has_address(pod: Object) -> bool:
+    status = pod.get("status") or {}
+    return bool(status.get("podIP")) and status.get("phase") not in ("Succeeded", "Failed")
 
 
 def _target_port(pod: Object, port: Object) -> int | None:
