@@ -292,11 +292,11 @@ def test_base_takes_namespace_gateway_and_image_from_the_site(site):
 def test_rights_are_the_least_that_works():
     objects = {(obj["kind"], obj["metadata"]["name"]): obj for obj in load_base()}
     assert objects["Role", "k2-router"]["rules"] == [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
     ]
     assert objects["ClusterRole", "k2-pipeline"]["rules"] == [
-        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch", "patch"]},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
         {"apiGroups": [""], "resources": ["namespaces"], "resourceNames": ["kube-system"], "verbs": ["get"]},
     ]
     bound = {subject["name"] for obj in load_base() for subject in obj.get("subjects", ())}
