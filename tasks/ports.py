@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tasks.core.lock import LockedFile
+from tasks.core.permissions import Right
 from tasks.core.samples import Answer, LoadSample
 from tasks.core.spec import Workload
 
@@ -137,7 +138,8 @@ class Cluster(Protocol):
     """A Kubernetes API. Objects are plain dicts with apiVersion and kind.
 
     Errors: InputError K2-INP-008 (422/400), ConflictError K2-CON-005 (field conflict) or K2-CON-002 (stale
-    resourceVersion), UnavailableError; a missing object is None or KeyError as stated.
+    resourceVersion), RightsError K2-RGT-001 (the identity may not), UnavailableError; a missing object is None or
+    KeyError as stated.
     """
 
     @property
@@ -183,6 +185,14 @@ class Cluster(Protocol):
 
     def pod_log(self, pod: str, container: str, tail_lines: int) -> str:
         """Return the last lines of a container's log; KeyError if there is none."""
+        ...
+
+    def missing_rights(self, rights: Iterable[Right]) -> list[Right]:
+        """Return those of the rights that our identity does not have now, in the order given; asks, tries nothing."""
+        ...
+
+    def identity(self) -> str:
+        """Return who we are to the API server: `system:serviceaccount:k2:k2-pipeline`, a user's name."""
         ...
 
 

@@ -15,9 +15,11 @@ from tasks.adapters.hub import HfHub
 from tasks.adapters.store import S3Store, StoreCredentials
 from tasks.core.access import AS_WRITTEN, Access, reached_by
 from tasks.core.errors import InputError
+from tasks.core.permissions import PIPELINE, Right, rights_of, service_account
+from tasks.core.render import render_base
 from tasks.core.spec import Site
 from tasks.ports import Progress
-from tasks.specs import load_site, load_templates
+from tasks.specs import load_base, load_site, load_templates
 from tasks.steps.context import Ports
 from tasks.steps.patience import PatientCluster
 
@@ -82,6 +84,11 @@ def read_site(path: str, access: Access = AS_WRITTEN) -> Site:
     return site
 
 
+def pipeline_rights(site: Site) -> tuple[Right, ...]:
+    """Return the rights that the flows use on a site's cluster: what `manifests/base` gives the pipeline's account."""
+    return rights_of(render_base(load_base(), site, ""), service_account(PIPELINE, site.namespace))
+
+
 def open_store(site: Site) -> S3Store:
     """Return the object store of a site."""
     return S3Store(
@@ -118,6 +125,7 @@ def connect(path: str, run: str, progress: Progress, model: str = DEFAULT_MODEL,
         clock=SystemClock(),
         progress=progress,
         templates=load_templates("sglang"),
+        rights=pipeline_rights(site),
         run=run,
         tool=f"k2-release {version('k2-release')}",
     )

@@ -15,6 +15,7 @@ from tasks.specs import find_release, load_base
 from tasks.steps.capacity import read_nodes
 from tasks.steps.context import Ports
 from tasks.steps.documents import find_receipt, get_live
+from tasks.steps.rights import check_rights
 from tasks.steps.site_setup import set_up_site
 from tasks.steps.traffic import read_live_route
 
@@ -83,6 +84,10 @@ def _nodes(ports: Ports, _: str) -> str:
     return f"{sum(n.usable for n in nodes)} of {len(nodes)} nodes of the pool are usable; {who}"
 
 
+def _rights(ports: Ports, _: str) -> str:
+    return check_rights(ports)
+
+
 def _route(ports: Ports, _: str) -> str:
     route, _obj = read_live_route(ports)
     return f"{route.phase}, stable {route.stable.release}"
@@ -132,6 +137,7 @@ def _statistics(ports: Ports, _: str) -> str:
 
 _PARTS: tuple[tuple[str, Callable[[Ports, str], str]], ...] = (
     ("kubernetes", _nodes),
+    ("rights", _rights),
     ("live route", _route),
     ("store", _store),
     ("hub", _hub),

@@ -7,15 +7,17 @@ validation on every write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from tasks.adapters import access
 from tasks.adapters.kinds import KINDS, Kind
 from tasks.adapters.kube_answers import ExistsError, NotThereError, no_list, refused
 from tasks.adapters.kube_api import APPLY, MERGE, WatchStream
 from tasks.adapters.mirror import DEFAULT_TIMES, ExpiredError, KubeMirror, WatchTimes
 from tasks.adapters.pinned_api import ANOTHER_CLUSTER, open_api
 from tasks.core.errors import After, ConflictError, InputError, UnavailableError
+from tasks.core.permissions import Right
 from tasks.ports import Object
 
 FIELD_MANAGER = "k2-release"
@@ -193,6 +195,25 @@ class KubeCluster:
                 raise
             # 400: no such container, or it waits to start and has said nothing yet.
             raise KeyError(where) from error
+
+    def missing_rights(self, rights: Iterable[Right]) -> list[Right]:
+        """Return those of the rights that our identity does not have now, in the order given; asks, tries nothing."""
+        missing = access.missing_rights(self._review, rights)
+        if missing:
+            # A server that was just started says so of roles that it has not read yet.
+            self._api.settle("the rights of this identity")
+            missing = access.missing_rights(self._review, missing)
+        return missing
+
+    def identity(self) -> str:
+        """Return who we are to the API server."""
+        return access.identity(self._review)
+
+    def _review(self, path: str, body: Object, where: str) -> Object:
+        try:
+            return self._api.object("POST", path, body=body, where=where)
+        except NotThereError as error:
+            raise UnavailableError("K2-UNA-001", "The API server does not know this question.", where=path) from error
 
     def _all_pages(self, kind: str, labels: Mapping[str, str], namespace: str) -> tuple[list[Object], str]:
         known, found = _kind(kind), []

@@ -8,6 +8,7 @@ from typing import Any
 
 from tasks.adapters.mirror import ExpiredError
 from tasks.core.errors import After, ConflictError, InputError, K2Error, Never, UnavailableError
+from tasks.core.permissions import refused_right, rights_error
 from tasks.core.quota import refusal_error
 
 MESSAGE_LIMIT = 400
@@ -78,18 +79,27 @@ def error_of(status: int, data: bytes, where: str) -> Exception:
     if status == 403 and (short := refusal_error(str(body.get("message", "")), where)) is not None:
         return short
     if status == 403:
-        return UnavailableError(
-            "K2-UNA-001",
-            f"The API server refuses this identity: {message}"[:MESSAGE_LIMIT],
-            where=where,
-            hint="Give the identity the named right (manifests/base has the roles), or use another context.",
-            retry=Never(),
-        )
+        return _forbidden(message, where)
     return UnavailableError(
         "K2-UNA-001",
         f"The API server answered HTTP {status}: {message}"[:MESSAGE_LIMIT],
         where=where,
         retry=After(2.0),
+    )
+
+
+def _forbidden(message: str, where: str) -> UnavailableError:
+    """Return what 403 means: a right that is missing, or a rule of the cluster's that no right helps against."""
+    refusal = refused_right(message)
+    if refusal is not None:
+        identity, right = refusal
+        return rights_error(identity, [right], where)
+    return UnavailableError(
+        "K2-UNA-001",
+        f"The API server forbids it: {message}"[:MESSAGE_LIMIT],
+        where=where,
+        hint="Not a matter of rights: an admission rule of the cluster. The message names it.",
+        retry=Never(),
     )
 
 

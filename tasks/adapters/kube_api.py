@@ -8,18 +8,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import yaml
 
+from tasks.adapters.access import REVIEWS
 from tasks.adapters.kube_answers import MESSAGE_LIMIT, error_of, no_answer
-from tasks.core.errors import InputError, K2Error
+from tasks.core.errors import After, InputError, K2Error, RightsError, UnavailableError
 from tasks.ports import Object
 
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 JSON = "application/json"
+_FIRST_PAUSE_S = 0.2
+_SETTLING_S = 10.0
+Answer = TypeVar("Answer")
 _REPEATABLE = frozenset({"GET", "DELETE"})
 _BLOCK_BYTES = 64 * 1024
 
@@ -46,6 +50,9 @@ class KubeApi:
 
     def open_watch(self, path: str, query: Mapping[str, str], silence_s: float, where: str) -> WatchStream:
         """Open a watch that breaks when it says nothing for so long; the error answers of `kube_answers` otherwise."""
+        return self._unless_starting(lambda: self._open_watch(path, query, silence_s, where), where)
+
+    def _open_watch(self, path: str, query: Mapping[str, str], silence_s: float, where: str) -> WatchStream:
         try:
             response = self._open_logged_in("GET", path, query, None, JSON, silence_s)
         except OSError as error:
@@ -75,12 +82,64 @@ class KubeApi:
 
         An answer that `check` has a BrokenAnswerError for is one that was lost on the way.
         """
-        repeatable = method in _REPEATABLE or content_type == APPLY
-        pause_s, asked_s = 0.2, 0.0
+        return self._unless_starting(
+            lambda: self._request(method, path, query or {}, body, content_type, check, where), where
+        )
+
+    def settle(self, where: str) -> None:
+        """Wait a little until the server has read the roles that it judges by.
+
+        One that was just started refuses every right for a second or two, in the same words as for good, until it has.
+        It says itself when it is ready. Where that question is refused as well, it is believed after `_SETTLING_S`.
+
+        Raises:
+            UnavailableError: it is not ready.
+        """
+        deadline = time.monotonic() + _SETTLING_S
+        while True:
+            try:
+                status, _, _ = self._send("GET", "/readyz", {}, None, JSON)
+            except OSError as error:
+                raise no_answer(error, where) from error
+            if status < HTTPStatus.BAD_REQUEST:
+                return
+            if status not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                raise UnavailableError(
+                    "K2-UNA-001",
+                    "The API server is starting: what it refuses now says nothing.",
+                    where=where,
+                    got=f"/readyz: HTTP {status}",
+                    expected="/readyz: HTTP 200",
+                    retry=After(1.0),
+                )
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_FIRST_PAUSE_S)
+
+    def _unless_starting(self, act: Callable[[], Answer], where: str) -> Answer:
+        """Return what a request is answered with; a missing right is believed only of a server that is ready."""
+        try:
+            return act()
+        except RightsError:
+            self.settle(where)
+            return act()
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Object | None,
+        content_type: str,
+        check: Callable[[bytes], None],
+        where: str,
+    ) -> bytes:
+        repeatable = method in _REPEATABLE or content_type == APPLY or path in REVIEWS
+        pause_s, asked_s = _FIRST_PAUSE_S, 0.0
         deadline = time.monotonic() + self._timeout_s
         for tries_left in range(self._tries - 1, -1, -1):
             try:
-                status, headers, data = self._send(method, path, query or {}, body, content_type)
+                status, headers, data = self._send(method, path, query, body, content_type)
                 if status < 400:
                     check(data)
                     return data

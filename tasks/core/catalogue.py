@@ -222,6 +222,12 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         "Each finding names the node and the remedy; nothing was changed.",
     ),
     CatalogueEntry(
+        "K2-RGT-001",
+        ExitCode.NOT_READY,
+        "The identity that k2ctl uses lacks rights on the cluster.",
+        "Have an administrator give it the named rules: `k2ctl site init` applies those of manifests/base again.",
+    ),
+    CatalogueEntry(
         "K2-GAT-001",
         ExitCode.GATE_FAILED,
         "A gate failed; no user was touched.",

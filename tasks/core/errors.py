@@ -28,6 +28,7 @@ __all__ = [
     "NotReadyError",
     "Retry",
     "RevertedError",
+    "RightsError",
     "UnavailableError",
     "error_from_data",
 ]
@@ -134,6 +135,13 @@ class UnavailableError(K2Error):
     """A service could not be reached or failed by its own account; trying again may help."""
 
 
+class RightsError(UnavailableError):
+    """The Kubernetes API answers, but refuses this identity: for whoever has it, the same as an API that is away.
+
+    What rides out an outage of the API rides this out as well; trying again does not help.
+    """
+
+
 class CapacityError(K2Error):
     """There is not enough room: nodes, GPUs, disk, quota."""
 
@@ -161,6 +169,7 @@ _CLASSES: dict[str, type[K2Error]] = {
     "CAP": CapacityError,
     "CON": ConflictError,
     "RDY": NotReadyError,
+    "RGT": RightsError,
     "GAT": GateError,
     "REV": RevertedError,
     "UNX": K2Error,

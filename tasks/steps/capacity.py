@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tasks.core.arguments import check_arguments
-from tasks.core.errors import InputError, IntegrityError, NotReadyError
+from tasks.core.errors import InputError, IntegrityError, NotReadyError, RightsError
 from tasks.core.identity import sha256_hex
 from tasks.core.node_state import engine_tolerations, why_unusable
 from tasks.core.plan import LiveRelease, NodeFacts, Occupant, Plan, make_plan, plan_rows
@@ -21,6 +21,7 @@ from tasks.steps.documents import live_release
 from tasks.steps.jobs import run_jobs
 from tasks.steps.quotas import check_room
 from tasks.steps.receipts import check_immutable, is_recorded
+from tasks.steps.rights import check_rights
 from tasks.steps.weights import blobs_present
 
 GPU = "nvidia.com/gpu"
@@ -95,8 +96,17 @@ def make_release_plan(ports: Ports, subject: Subject) -> Plan:
     Raises:
         InputError: a release of this id was promoted with another content (K2-INP-001).
         CapacityError: there are not enough free nodes.
+        RightsError: our identity may not read what the plan is made from (K2-RGT-001).
     """
     check_immutable(ports.store, subject)
+    try:
+        return _make_plan(ports, subject)
+    except RightsError:
+        check_rights(ports)  # names everything that is missing, not only what the plan came upon first
+        raise
+
+
+def _make_plan(ports: Ports, subject: Subject) -> Plan:
     objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
     return make_plan(
         subject.release,
@@ -132,14 +142,16 @@ def plan_step(ports: Ports, subject: Subject) -> tuple[Plan, dict[str, Any]]:
 
 
 def preflight_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict[str, Any]:
-    """Check arguments, nodes, GPUs, disk and, by the server's dry run, every object; only probe Jobs are created.
+    """Check rights, arguments, nodes, GPUs, disk and, by the server's dry run, every object; creates only probe Jobs.
 
     Raises:
+        RightsError: our identity lacks rights that this or a later step uses (K2-RGT-001).
         InputError: an argument rule is broken (K2-INP-005), or the API refuses an object (K2-INP-008).
         NotReadyError: a chosen node is not usable now (K2-RDY-004).
         CapacityError: a quota of the namespace has no room for the release (K2-CAP-003), or a node has none for the
             weights (K2-CAP-002).
     """
+    rights = check_rights(ports)
     findings = check_arguments(
         subject.release.profile, read_model_config(ports, subject), subject.release.gates.workload
     )
@@ -166,7 +178,9 @@ def preflight_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict
         "nodes": rows,
         "objects_checked": len(objects),
         "findings": plain(findings),
-        "note": f"{len(nodes)} nodes probed, {len(objects)} objects by server dry run, room under {quotas} quotas, "
+        "rights": len(ports.rights),
+        "note": f"{rights}, {len(nodes)} nodes probed, {len(objects)} objects by server dry run, "
+        f"room under {quotas} quotas, "
         f"{len(findings)} warnings",
     }
 

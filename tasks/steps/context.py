@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.core.lock import Lock
+from tasks.core.permissions import Right
 from tasks.core.spec import Release, Site
 from tasks.ports import Clock, Cluster, Engine, GatewayStats, Hub, Progress, Store
 
@@ -15,7 +16,10 @@ FIELD_MANAGER = "k2-release"
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of one site, and who is at work: `run` names this flow run in the ledger and on the traffic lease."""
+    """The ports of one site, and who is at work: `run` names this flow run in the ledger and on the traffic lease.
+
+    `rights` are those that the flows use on the cluster, as `manifests/base` gives them.
+    """
 
     site: Site
     hub: Hub
@@ -26,6 +30,7 @@ class Ports:
     clock: Clock
     progress: Progress
     templates: Mapping[str, dict[str, Any]]
+    rights: tuple[Right, ...]
     run: str
     tool: str
 

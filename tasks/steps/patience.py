@@ -7,13 +7,14 @@ gateway need no API, and nothing could be written anyway. So a flow waits, and g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tasks.core.errors import After, ConflictError, K2Error, UnavailableError
 from tasks.core.fields import contains
+from tasks.core.permissions import Right
 from tasks.ports import Clock, Cluster, Mirror, Object
 from tasks.steps.context import Ports
 
@@ -132,6 +133,15 @@ class PatientCluster:
     def pod_log(self, pod: str, container: str, tail_lines: int) -> str:
         """Do as the port says. A log is never waited for: it is the node that may not answer."""
         return self._cluster.pod_log(pod, container, tail_lines)
+
+    def missing_rights(self, rights: Iterable[Right]) -> list[Right]:
+        """Do as the port says, waiting for the API."""
+        asked = tuple(rights)
+        return self._patiently(lambda: self._cluster.missing_rights(asked))
+
+    def identity(self) -> str:
+        """Do as the port says, waiting for the API."""
+        return self._patiently(self._cluster.identity)
 
     def _write(self, act: Callable[[], Object], kind: str, name: str, wanted: Object) -> Object:
         lost = _Lost()

@@ -10,18 +10,20 @@ from __future__ import annotations
 import pickle
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from tasks.adapters.kinds import KINDS
 from tasks.core.errors import ConflictError, InputError
+from tasks.core.permissions import Right, rights_error
 from tasks.ports import Mirror, Object
 
 Controller = Callable[[str, Object], None]
 Key = tuple[str, str]
 NAMESPACE = "k2"
+IDENTITY = f"system:serviceaccount:{NAMESPACE}:k2-pipeline"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _LONG_AGO = "2026-11-30T00:00:00Z"
 _SYSTEM_FIELDS = ("uid", "generation", "resourceVersion", "deletionTimestamp")
@@ -32,7 +34,8 @@ _ONE_WRITER = threading.RLock()
 class MemoryCluster:
     """Keeps objects by kind and name. `writes` are the calls that changed something, in order, as `verb Kind/name`.
 
-    The name of an object of another namespace than the site's is `namespace/name` here.
+    The name of an object of another namespace than the site's is `namespace/name` here. Our identity has every right
+    but those in `removed_rights`.
     """
 
     silent_s = 0.0
@@ -42,16 +45,18 @@ class MemoryCluster:
         self.logs: dict[Key, str] = {}
         self.writes: list[str] = []
         self.controllers: list[Controller] = []
+        self.removed_rights: set[Right] = set()
         self._version = 0
         self._applied: dict[Key, Object] = {}
 
     def get(self, kind: str, name: str) -> Object | None:
+        self._authorize("get", kind, name)
         return _copy(self.objects.get((_known(kind), name)))
 
     def list_objects(
         self, kind: str, labels: Mapping[str, str] | None = None, *, everywhere: bool = False
     ) -> list[Object]:
-        _known(kind)
+        self._authorize("list", kind, everywhere=everywhere)
         wanted = dict(labels or {}).items()
         found = [obj for key, obj in list(self.objects.items()) if key[0] == kind and (everywhere or _is_ours(obj))]
         return _copy(sorted((o for o in found if wanted <= (o["metadata"].get("labels") or {}).items()), key=_path))
@@ -59,12 +64,15 @@ class MemoryCluster:
     def mirror(
         self, kind: str, labels: Mapping[str, str] | None = None, *, everywhere: bool = False
     ) -> AbstractContextManager[Mirror]:
-        _known(kind)
+        self._authorize("watch", kind, everywhere=everywhere)
         return nullcontext(_Mirror(lambda: self.list_objects(kind, labels, everywhere=everywhere)))
 
     def apply(self, obj: Object, *, dry_run: bool = False) -> Object:
         key, obj = self._place(obj), _without_status(obj)
+        self._authorize("patch", *key)
         with _ONE_WRITER:
+            if key not in self.objects:
+                self._authorize("create", *key)
             kept = _without(self.objects.get(key, {}), self._applied.get(key, {}), obj)
             if dry_run:
                 return self._as_stored(key, _merged(kept, obj))
@@ -73,6 +81,7 @@ class MemoryCluster:
 
     def create(self, obj: Object) -> tuple[Object, bool]:
         key = self._place(obj)
+        self._authorize("create", *key)
         with _ONE_WRITER:
             if key in self.objects:
                 return _copy(self.objects[key]), False
@@ -82,18 +91,21 @@ class MemoryCluster:
         key = self._place(obj)
         if not obj["metadata"].get("resourceVersion"):
             raise InputError("K2-INP-008", "A replacement needs the resourceVersion it was decided on.", where=key[1])
+        self._authorize("update", *key)
         with _ONE_WRITER:
             self._check_version(key, obj)
             return self._store("replace", key, self._with_status_there(key, obj))
 
     def merge_patch(self, kind: str, name: str, patch: Object) -> Object:
         key = (_known(kind), name)
+        self._authorize("patch", *key)
         with _ONE_WRITER:
             self._check_version(key, patch)
             return self._store("patch", key, self._with_status_there(key, _patched(self.objects[key], patch)))
 
     def delete(self, kind: str, name: str, *, uid: str = "") -> None:
         key = (_known(kind), name)
+        self._authorize("delete", *key)
         with _ONE_WRITER:
             there = self.objects.get(key)
             if there is None or uid not in ("", there["metadata"]["uid"]):
@@ -106,10 +118,17 @@ class MemoryCluster:
                 self.writes.append(f"delete {kind}/{name}")
 
     def pod_log(self, pod: str, container: str, tail_lines: int) -> str:
+        self._authorize("get", "Pod", f"{pod} container {container}", subresource="/log")
         spec = self.objects.get(("Pod", pod), {}).get("spec", {})
         waits = "nodeName" not in spec and container in [each["name"] for each in spec.get("containers", ())]
         text = self.logs.get((pod, container), "") if waits else self.logs[pod, container]
         return "".join(text.splitlines(keepends=True)[-tail_lines:])
+
+    def missing_rights(self, rights: Iterable[Right]) -> list[Right]:
+        return [right for right in rights if right in self.removed_rights]
+
+    def identity(self) -> str:
+        return IDENTITY
 
     def set_status(self, kind: str, name: str, status: Object) -> None:
         """Write an object's status, as its controller does."""
@@ -124,6 +143,19 @@ class MemoryCluster:
         obj = _copy(self.objects[kind, name])
         change(obj)
         self._store("edit", (kind, name), obj)
+
+    def _authorize(
+        self, verb: str, kind: str, name: str = "", *, everywhere: bool = False, subresource: str = ""
+    ) -> None:
+        """Raise RightsError if the right to a call was taken away."""
+        known = KINDS[_known(kind)]
+        group, slash, _ = known.api_version.partition("/")
+        scope = NAMESPACE if known.namespaced and not everywhere else ""
+        right = Right(group if slash else "", known.plural + subresource, verb, scope)
+        named = replace(right, name=name)
+        if right in self.removed_rights or named in self.removed_rights:
+            right = right if right in self.removed_rights else named
+            raise rights_error(IDENTITY, [right], f"{kind}/{name}" if name else kind)
 
     def _place(self, obj: Object) -> Key:
         """Return the key of an object that is to be written; InputError if the cluster has no place for it."""

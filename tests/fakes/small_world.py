@@ -33,6 +33,7 @@ from tasks.specs import load_base, load_profile, load_templates
 from tasks.steps.context import Ports, Subject
 from tasks.steps.site_setup import set_up_site
 from tasks.steps.weights import make_accepted_lock
+from tasks.wiring import pipeline_rights
 from tests.fakes.checkpoints import REPO, REVISION
 from tests.fakes.memory_cluster import MemoryCluster
 from tests.fakes.memory_engine import Behaviour, MemoryEngine, MemoryStats
@@ -204,6 +205,7 @@ class World:
             clock=self.clock,
             progress=self.progress,
             templates=TEMPLATES,
+            rights=pipeline_rights(self.site),
             run=run,
             tool="k2-release 0",
         )

@@ -126,7 +126,7 @@ def test_every_command_with_a_site_is_tried_above() -> None:
 
 def test_a_name_of_the_site_file_leads_to_its_server_and_to_no_other(place: Place) -> None:
     cluster = wiring.open_cluster(wiring.read_site(str(place.site), Access(str(place.kubeconfig), "")))
-    with pytest.raises(Exception, match="refuses this identity"):
+    with pytest.raises(Exception, match="forbids it"):
         cluster.list_objects("Node")
     assert place.ours.requests == ["GET /api/v1/nodes?limit=500"]
     assert place.other.connections == 0

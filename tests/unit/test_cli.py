@@ -16,6 +16,7 @@ from flows.console import releasing
 from flows.console.submission import Ended
 from tasks import wiring
 from tasks.core.errors import CATALOGUE, UnavailableError, error_from_data
+from tasks.core.permissions import Right
 from tasks.core.samples import Answer
 from tasks.ports import BackendCounts
 from tasks.specs import load_release, load_site
@@ -334,6 +335,17 @@ def test_site_check_asks_every_part_though_one_does_not_answer(capsys, site, mon
     assert [part["part"] for part in said["parts"] if not part["ok"]] == ["hub", "prefect"]
     assert "http://hub" in err
     assert "http://127.0.0.1:9/api" in err
+
+
+def test_site_check_names_missing_rights_and_the_command_that_gives_them(capsys, site):
+    make_live(site.ports(), WHAT)
+    site.cluster.removed_rights = {Right("batch", "jobs", "delete", "k2")}
+    code, out, err = run(capsys, "site", "check", "--json")
+    said = json.loads(out)
+    assert (code, said["error"]["code"]) == (6, "K2-RGT-001")
+    assert [part["part"] for part in said["parts"] if not part["ok"]] == ["rights"]
+    assert "delete jobs.batch in namespace k2" in err
+    assert "kubectl -n k2 patch role k2-pipeline" in err
 
 
 def test_stopping_what_was_not_kept_says_one_document(capsys, tmp_path, monkeypatch):

@@ -85,7 +85,7 @@ def test_a_login_that_is_read_anew_is_asked_again(tmp_path: Path) -> None:
         assert second.requests == [QUESTION]
 
 
-@pytest.mark.parametrize(("status", "error"), [(403, "refuses this identity"), (401, "does not know this identity")])
+@pytest.mark.parametrize(("status", "error"), [(403, "forbids it"), (401, "does not know this identity")])
 def test_who_may_not_ask_is_told_so_and_sends_nothing_else(tmp_path: Path, status: int, error: str) -> None:
     with counted_server(UID) as server:
         server.refusal = status
