@@ -41,6 +41,7 @@ def holder(cluster: Cluster, clock: SteadyClock, run: str) -> TrafficHolder:
             clock=clock,
             progress=RecordingProgress(),
             templates={},
+            rights=(),
             run=run,
             tool="k2-release 0",
         )

@@ -244,5 +244,5 @@ def test_a_right_that_is_missing_is_said_at_once(
     with client(plane, path).mirror("Secret") as mirror, pytest.raises(UnavailableError) as caught:
         mirror.objects()
     assert isinstance(caught.value.retry, Never)
-    assert "cannot list resource" in caught.value.summary
+    assert "lacks the right to list secrets" in caught.value.summary
     assert time.monotonic() - began < 20
