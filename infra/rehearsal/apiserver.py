@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infra.rehearsal import audit
 from infra.rehearsal.binaries import ControlPlaneBinaries, ensure_control_plane
 from infra.rehearsal.certificates import Authority, KeyPair, service_account_key, write_private
 from infra.rehearsal.errors import SiteError
@@ -28,6 +29,15 @@ from infra.rehearsal.processes import Child, ProcessSpec, Supervisor, free_ports
 
 SERVICE_CIDR = "10.96.0.0/16"
 ADMIN = "k2-admin"
+_IDENTITIES = (
+    # user, group, file. The controller manager's default role expects one ServiceAccount for each controller.
+    (ADMIN, "system:masters", "admin"),
+    ("system:kube-controller-manager", "system:masters", "controller-manager"),
+    ("system:kube-scheduler", "system:authenticated", "scheduler"),
+    # Their rights are those of manifests/sites/rehearsal.
+    (audit.NODE_AGENT, "system:authenticated", "node-agent"),
+    (audit.GATEWAY, "system:authenticated", "gateway"),
+)
 _REQUEST_TIMEOUT_S = 30.0
 # What the release's objects need, and no more: each controller costs watches, memory and CPU. The endpoint controllers
 # are left out because Kubernetes refuses the pods' loopback addresses in EndpointSlices.
@@ -135,6 +145,10 @@ class ControlPlane:
         rest = (self.controller_manager, self.scheduler)
         return asked | {child.name: build_version(_get(f"{child.spec.address}/metrics").decode()) for child in rest}
 
+    def kubeconfig_of(self, user: str) -> Path:
+        """Return the kubeconfig (mode 0600) of one of the users that the API server knows by token."""
+        return self.pki / f"{next(file for name, _, file in _IDENTITIES if name == user)}.kubeconfig"
+
     @property
     def authority(self) -> Authority:
         """The CA that signed the API server's certificate; it signs the node agent's, too (see `node_certificate`)."""
@@ -231,16 +245,10 @@ def kubeconfig(url: str, ca_path: Path, user: str, token: str) -> dict[str, Any]
 
 def _write_identities(layout: _Layout) -> dict[str, str]:
     """Write one token and one kubeconfig (mode 0600) for each identity; return user -> token."""
-    identities = (
-        # user, group, file. The controller manager's default role expects one ServiceAccount for each controller.
-        (ADMIN, "system:masters", "admin"),
-        ("system:kube-controller-manager", "system:masters", "controller-manager"),
-        ("system:kube-scheduler", "system:authenticated", "scheduler"),
-    )
-    tokens = {user: secrets.token_hex(24) for user, _, _ in identities}
-    rows = "".join(f'{tokens[user]},{user},{user},"{group}"\n' for user, group, _ in identities)
+    tokens = {user: secrets.token_hex(24) for user, _, _ in _IDENTITIES}
+    rows = "".join(f'{tokens[user]},{user},{user},"{group}"\n' for user, group, _ in _IDENTITIES)
     write_private(layout.pki / "tokens.csv", rows.encode())
-    for user, _, file_name in identities:
+    for user, _, file_name in _IDENTITIES:
         content = kubeconfig(layout.url, layout.pki / "ca.crt", user, tokens[user])
         write_private(layout.pki / f"{file_name}.kubeconfig", json.dumps(content, indent=1).encode())
     return tokens
@@ -282,6 +290,7 @@ def _apiserver(layout: _Layout, admin: ApiConnection, kubelet_ca: Path, extra: t
         f"--service-account-issuer={layout.url}",
         f"--service-cluster-ip-range={SERVICE_CIDR}",
         "--authorization-mode=RBAC",
+        *audit.apiserver_flags(layout.site_dir),
         "--allow-privileged=true",
         "--kubelet-preferred-address-types=InternalIP",
         f"--kubelet-certificate-authority={kubelet_ca}",

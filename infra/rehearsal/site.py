@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from infra.rehearsal import apiserver, crds, inventory, lws_manager, objectstore, orchestrator, users
+from infra.rehearsal import accounts, apiserver, audit, crds, inventory, lws_manager, objectstore, orchestrator, users
 from infra.rehearsal.addresses import SubnetLease, free_ports
 from infra.rehearsal.apiserver import ControlPlane
 from infra.rehearsal.binaries import ControlPlaneBinaries, ensure_control_plane, executable_facts
@@ -28,7 +28,7 @@ from infra.rehearsal.processes import ProcessSpec, Supervisor
 
 REPO = "moonshotai/Kimi-K2-Instruct"
 BUCKET = "k2-release"
-NAMESPACE = "k2"
+NAMESPACE = audit.NAMESPACE
 NVME_PATH = "/mnt/nvme/k2"
 SITE_FILE = "site.yaml"
 Report = Callable[[str], None]
@@ -226,13 +226,14 @@ class RehearsalSite:
 
     def _start_cluster_parts(self) -> None:
         plane = self.control_plane
+        accounts.install(plane)
         net = str(self.subnet.network.network_address).split(".")[1]
         agent = (
             sys.executable,
             "-m",
             "infra.rehearsal.nodes",
             "--kubeconfig",
-            str(plane.kubeconfig),
+            str(plane.kubeconfig_of(audit.NODE_AGENT)),
             "--site",
             str(self.directory),
             "--subnet",
@@ -245,14 +246,12 @@ class RehearsalSite:
         )
         listen, admin = free_ports(2)
         self.gateway_url, self.stats_url = f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{admin}"
-        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
-        plane.admin.apply(f"/api/v1/namespaces/{NAMESPACE}", namespace)
         gateway = (
             sys.executable,
             "-m",
             "infra.rehearsal.gateway",
             "--kubeconfig",
-            str(plane.kubeconfig),
+            str(plane.kubeconfig_of(audit.GATEWAY)),
             "--site",
             str(self.directory),
             "--listen",

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from infra.rehearsal import apiserver, crds, lws_manager
+from infra.rehearsal import accounts, apiserver, crds, lws_manager
 from infra.rehearsal.addresses import SubnetLease
 from infra.rehearsal.apiserver import ApiError, ControlPlane
+from infra.rehearsal.audit import NODE_AGENT
 from infra.rehearsal.binaries import ensure_control_plane
 from infra.rehearsal.processes import ProcessSpec, Supervisor
 
@@ -67,7 +68,8 @@ class Site:
 
     def start_agent(self) -> None:
         subnet = ".".join(self.agent_argv_subnet.split(".")[:2])
-        argv = [sys.executable, "-m", "infra.rehearsal.nodes", "--kubeconfig", str(self.plane.kubeconfig)]
+        config = str(self.plane.kubeconfig_of(NODE_AGENT))
+        argv = [sys.executable, "-m", "infra.rehearsal.nodes", "--kubeconfig", config]
         argv += ["--site", str(self.directory), "--subnet", subnet, "--nodes", str(NODES)]
         self.supervisor.start(ProcessSpec("node-agent", tuple(argv)), wait=False)
 
@@ -133,7 +135,7 @@ def agent_site(directory: Path, *, groups: bool) -> Iterator[Site]:
         if groups:
             crds.install(plane.admin, crds.GROUP_FILES.ensure(print))
             lws_manager.start(supervisor, plane, lws_manager.prepare(print))
-        plane.admin.request("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+        accounts.install(plane)
         started = Site(directory, plane, supervisor)
         started.start_agent()
         wait_for("nodes ready", lambda: len(ready_nodes(started)) == NODES)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.rehearsal.conftest import Site
+from infra.rehearsal.accounts import rights_objects
+from infra.rehearsal.audit import read_uses
+from tasks.core.permissions import Right, identities_of, rights_of
+from tasks.specs import load_base
+from tests.rehearsal.conftest import Site, wait_for
 
 NEW = "k2-rehearsal-2"
+POOL = {"k2-release.io/pool": "h200"}
 
 
 def test_document(promoted: tuple[Site, dict[str, Any]]) -> None:
@@ -197,3 +205,50 @@ def test_receipt_verifies_until_a_byte_changes(promoted: tuple[Site, dict[str, A
     assert name in error["where"]
     assert error["got"] == hashlib.sha256(content).hexdigest()
     assert len(error["expected"]) == 64
+
+
+BASIC = {"authorization.k8s.io", "authentication.k8s.io"}
+"""Groups of the questions about oneself, which everybody may ask."""
+
+
+def test_every_account_uses_each_of_its_rights_and_is_refused_nothing(promoted: tuple[Site, dict[str, Any]]) -> None:
+    """By the API server's own audit log, after everything above; who asked nothing of it is not in the log at all."""
+    site, _ = promoted
+    for _again in range(2):  # the second one replaces the Jobs of the first
+        site.k2ctl("receipt", NEW, "--verify")
+    admin = site.directory / "pki" / "admin.kubeconfig"
+    node = site.ports().cluster.list_objects("Node")[0]["metadata"]["name"]
+    subprocess.run(
+        [
+            str(Path(sys.executable).parent / "kubectl"),
+            f"--kubeconfig={admin}",
+            "label",
+            "node",
+            node,
+            "k2-release.io/pool-",
+        ],
+        check=True,
+    )
+    wait_for("the node agent puts its label back", lambda: len(site.ports().cluster.list_objects("Node", POOL)) == 6)
+
+    uses = [use for use in read_uses(site.directory) if use.right.group not in BASIC]
+    assert [f"{use.user}: {use.right}" for use in uses if not use.allowed] == []
+    base, rehearsal = load_base(), rights_objects()
+    granted = {
+        name: [replace(right, name="") for right in rights_of([*base, *rehearsal], name)]
+        for obj in [*base, *rehearsal]
+        for name in identities_of(obj)
+    }
+    assert {use.user for use in uses} == set(granted)
+    products = {name for obj in base for name in identities_of(obj)}
+    for name, rights in granted.items():
+        used = {use.right for use in uses if use.user == name}
+        beyond = [str(right) for right in used if not any(given.covers(right) for given in rights)]
+        assert beyond == [], f"{name} has rights that stand in no manifest"
+        # What the product is given for all namespaces it must use so; our kubelet serves whatever namespaces there are.
+        idle = [right for right in rights if right not in used and not (name not in products and _covers(right, used))]
+        assert [str(right) for right in idle] == [], f"{name} does not use these"
+
+
+def _covers(right: Right, used: set[Right]) -> bool:
+    return any(right.covers(each) for each in used)

@@ -57,7 +57,7 @@ async def _run(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m infra.rehearsal.nodes", description=__doc__)
-    parser.add_argument("--kubeconfig", type=Path, required=True, help="kubeconfig of an administrator")
+    parser.add_argument("--kubeconfig", type=Path, required=True, help="kubeconfig of the user k2-node-agent")
     parser.add_argument("--site", type=Path, required=True, help="directory of the rehearsal site")
     parser.add_argument("--subnet", type=_subnet, required=True, help="the site's part of 127/8, as in 127.5")
     parser.add_argument("--nodes", type=_count, default=6, help="how many nodes (default %(default)s)")
