@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flows.console.outages import API_KILLED, Outages
 from flows.console.submission import say
 from tasks.core.errors import InputError, K2Error
+from tasks.core.render import ROLE_LABEL, SERVING_LABEL
 from tasks.steps.context import Ports
 from tasks.steps.traffic import read_live_route
 
@@ -47,6 +48,8 @@ class Injector:
         self._release = release
         self._stop = threading.Event()
         self._outages = Outages(site, release)
+        self.missed = [name for name in names if name != "shard-bitflip"]
+        """The injections whose moment has not come yet; what is left of them at the end has shown nothing."""
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Injector:
@@ -61,11 +64,10 @@ class Injector:
         self._thread.join(10 if API_KILLED not in self._names else self._outages.longest_s)
 
     def _watch(self) -> None:
-        pending = [name for name in self._names if name != "shard-bitflip"]
         ports = self._ports()
-        while pending and not self._stop.wait(0.3):
+        while self.missed and not self._stop.wait(0.3):
             with contextlib.suppress(K2Error):
-                pending = [name for name in pending if not self._try(name, ports)]
+                self.missed = [name for name in self.missed if not self._try(name, ports)]
 
     def _try(self, name: str, ports: Ports) -> bool:
         """Switch an injection on if its moment has come; return whether it is on."""
@@ -87,7 +89,7 @@ class Injector:
             self._site.inject("engine-slow", {"pod_prefix": f"k2-{serving[:8]}-", "factor": 40})
             say("inject: at 10% the candidate's engines become 40 times slower")
             return True
-        node = _node_of_candidate_alone(ports, serving)
+        node = node_of_candidate_alone(ports.cluster.list_objects("Pod"), serving)
         if node is None:
             return False
         self._site.inject("node-lost", {"node": node})
@@ -95,15 +97,20 @@ class Injector:
         return True
 
 
-def _node_of_candidate_alone(ports: Ports, serving: str) -> str | None:
-    """Return a node that runs a decode pod of the candidate and nothing of any other set: users must not feel it."""
-    pods = ports.cluster.list_objects("Pod")
-    labels = [(pod["spec"].get("nodeName"), pod["metadata"].get("labels", {})) for pod in pods]
-    taken = {n for n, tags in labels if tags.get("k2-release.io/serving") not in (None, serving)}
-    taken |= {n for n, tags in labels if tags.get("k2-release.io/role") == "parking"}
-    own = {
-        n
-        for n, tags in labels
-        if tags.get("k2-release.io/serving") == serving and tags.get("k2-release.io/role") == "decode"
-    }
-    return min((n for n in own - taken if n), default=None)
+def node_of_candidate_alone(pods: Sequence[Mapping[str, Any]], serving: str) -> str | None:
+    """Return a node whose loss the candidate feels and users do not; None while it has none.
+
+    It runs nothing of any other set: of decode before prefill, and without a parking pod if there is such a one.
+    Parking pods land anywhere, and serve nobody while a release is live.
+    """
+    on: dict[str, set[tuple[str, str]]] = {}
+    for pod in pods:
+        labels = pod["metadata"].get("labels") or {}
+        place = on.setdefault(str(pod["spec"].get("nodeName") or ""), set())
+        place.add((str(labels.get(SERVING_LABEL, "")), str(labels.get(ROLE_LABEL, ""))))
+    nodes = {node: what for node, what in on.items() if node and {of for of, _ in what} <= {serving, ""}}
+    for role, parked in (("decode", False), ("prefill", False), ("decode", True)):
+        fit = [node for node, what in nodes.items() if (serving, role) in what and (("", "parking") in what) == parked]
+        if fit:
+            return min(fit)
+    return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flows.console.cpu_clock import CpuClock
-from flows.console.rehearsal_result import Outcome, blame, print_result, results_directory
+from flows.console.rehearsal_result import Outcome, blame, blame_missed, print_result, results_directory
 from flows.console.submission import say, show_steps_here, submit
 from tasks import wiring
 from tasks.core.access import AS_WRITTEN, Access
@@ -147,7 +147,7 @@ class Rehearsal:
     def _release(self, result: Outcome) -> None:
         """Take the candidate through release and promote, with the injections."""
         new, began = self.programme.new, time.time()
-        with self.injecting():
+        with self.injecting() as injector:
             try:
                 ended = self._run("release", new)
                 result.outcome, result.exit_code = str(ended["outcome"]), ExitCode.DONE
@@ -160,6 +160,8 @@ class Rehearsal:
                 result.outcome = "reverted" if error.exit_code == ExitCode.REVERTED else "failed"
                 say(error.as_text())
                 self.say_what_stays()
+        if injector is not None:
+            blame_missed(result, injector.missed)
         self._enough_requests()
 
     def say_what_stays(self) -> None:

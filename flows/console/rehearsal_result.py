@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,13 @@ def blame(result: Outcome, least: int) -> None:
         return
     result.outcome, result.exit_code = "users-failed", ExitCode.UNEXPECTED
     say(result.users)
+
+
+def blame_missed(result: Outcome, missed: Sequence[str]) -> None:
+    """Make a rehearsal whose release went well a failed one if what was to go wrong has not: it has shown nothing."""
+    if missed and result.exit_code == ExitCode.DONE:
+        result.outcome, result.exit_code = "not-injected", ExitCode.UNEXPECTED
+        say(f"The moment of {', '.join(missed)} did not come: the release met no failure, and nothing was shown.")
 
 
 def results_directory() -> Path:

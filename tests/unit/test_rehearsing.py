@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flows import cli
-from flows.console.rehearsal_result import Outcome, blame
+from flows.console.injecting import node_of_candidate_alone
+from flows.console.rehearsal_result import Outcome, blame, blame_missed
 from infra.rehearsal.processes import ProcessSpec, Supervisor
 from tasks import wiring
 from tasks.core.errors import ExitCode
@@ -83,3 +85,43 @@ def test_the_directory_of_a_running_site_is_refused_and_its_record_stays(running
 def test_a_stopped_site_by_its_directory_is_no_longer_the_kept_one(running_site: Path) -> None:
     assert cli.main(["rehearse", "--stop", "--dir", str(running_site)]) == 0
     assert not wiring.last_rehearsal_site().is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "missed", "outcome_then"),
+    [(ExitCode.DONE, ["node-lost"], "not-injected"), (ExitCode.DONE, [], "promoted"), (6, ["node-lost"], "promoted")],
+)
+def test_a_failure_that_did_not_happen_is_no_success(exit_code: ExitCode, missed: list[str], outcome_then: str) -> None:
+    result = outcome(exit_code)
+    blame_missed(result, missed)
+    assert result.outcome == outcome_then
+    assert result.exit_code == (ExitCode.UNEXPECTED if outcome_then == "not-injected" else exit_code)
+
+
+def pod_on(node: str | None, serving: str = "", role: str = "") -> dict[str, Any]:
+    labels = {"k2-release.io/serving": serving, "k2-release.io/role": role}
+    spec = {"nodeName": node} if node else {}
+    return {"metadata": {"labels": {key: value for key, value in labels.items() if value}}, "spec": spec}
+
+
+CANDIDATE = [pod_on("node-4", "new", "prefill"), pod_on("node-5", "new", "decode"), pod_on("node-6", "new", "decode")]
+OLD = [pod_on("node-1", "old", "decode")]
+
+
+@pytest.mark.parametrize(
+    ("others", "node"),
+    [
+        ([], "node-5"),
+        ([pod_on("node-5", "old", "router")], "node-6"),
+        ([pod_on("node-5", role="parking")], "node-6"),
+        ([pod_on("node-5", role="stage")], "node-5"),
+        ([pod_on("node-5", "old", "router"), pod_on("node-6", role="parking")], "node-4"),
+        (
+            [pod_on("node-4", "old", "router"), pod_on("node-5", role="parking"), pod_on("node-6", role="parking")],
+            "node-5",
+        ),
+        ([pod_on(name, "old", "router") for name in ("node-4", "node-5", "node-6")], None),
+    ],
+)
+def test_a_lost_node_is_felt_by_the_candidate_and_by_no_user(others: list[dict[str, Any]], node: str | None) -> None:
+    assert node_of_candidate_alone([*OLD, *CANDIDATE, *others, pod_on(None, "new", "decode")], "new") == node
