@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flows import cli
 from flows.console.injecting import node_of_candidate_alone
+from flows.console.rehearsal import Programme, Rehearsal
 from flows.console.rehearsal_result import Outcome, blame, blame_missed
 from infra.rehearsal.processes import ProcessSpec, Supervisor
 from tasks import wiring
@@ -125,3 +128,20 @@ OLD = [pod_on("node-1", "old", "decode")]
 )
 def test_a_lost_node_is_felt_by_the_candidate_and_by_no_user(others: list[dict[str, Any]], node: str | None) -> None:
     assert node_of_candidate_alone([*OLD, *CANDIDATE, *others, pod_on(None, "new", "decode")], "new") == node
+
+
+class Uneventful(Rehearsal):
+    """A rehearsal whose release goes well, and whose injection finds no moment."""
+
+    def injecting(self) -> AbstractContextManager[Any]:
+        return nullcontext(SimpleNamespace(missed=["node-lost"]))
+
+    def _run(self, name: str, release_id: str, **more: str) -> dict[str, Any]:
+        return {"outcome": "gated", "receipt": "receipts/x.json", "previous": "", "retire_at": None}
+
+
+def test_a_rehearsal_asks_whether_its_injections_happened() -> None:
+    result = Outcome("k2-rehearsal-2")
+    args = SimpleNamespace(first=False, inject=["node-lost"])
+    Uneventful(SimpleNamespace(cpu_seconds=lambda: 0.0), args, Programme("old", "new"))._release(result)  # type: ignore[arg-type]
+    assert (result.outcome, result.exit_code) == ("not-injected", ExitCode.UNEXPECTED)
