@@ -32,6 +32,8 @@ class Outages:
         self._release = release
         self._away_s = away_s
         self._moments = [("stage", self._staging), ("rollout", self._rolling_out), ("shift", self._shifting)]
+        self.missed: list[str] = []
+        """The steps that had ended before the API server could be killed in them."""
 
     @property
     def longest_s(self) -> float:
@@ -39,12 +41,9 @@ class Outages:
         return self._away_s + _RESTART_S
 
     def look(self, ports: Ports) -> bool:
-        """Carry out the next outage if its moment has come; return whether the last one is over.
-
-        A step that has ended before its outage could begin is an error of the rehearsal, and is said.
-        """
+        """Carry out the next outage if its moment has come; return whether all three have been."""
         if not self._moments:
-            return True
+            return not self.missed
         step, is_now = self._moments[0]
         state = states(ports.store, self._release).get(step)
         if state is None:
@@ -52,12 +51,13 @@ class Outages:
         if state.outcome != "interrupted":  # what a step is called that has begun and not ended
             say(f"inject: {step} ended ({state.outcome}) before the API server could be killed in it")
             self._moments.pop(0)
+            self.missed.append(step)
         elif is_now(ports):
             self._moments.pop(0)
             say(f"inject: etcd and kube-apiserver are killed in {step}; nothing answers for {self._away_s:.0f} s")
             self._site.lose_api(self._away_s)
             say("inject: etcd and kube-apiserver are back")
-        return not self._moments
+        return not self._moments and not self.missed
 
     def _staging(self, ports: Ports) -> bool:
         pods = ports.cluster.list_objects("Pod", {ROLE_LABEL: "stage"})
