@@ -22,6 +22,7 @@ from tasks.specs import find_release
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import get_lock
 from tasks.steps.journal import append, speaking_for_itself, unknown_error, without_cause
+from tasks.steps.patience import API_PATIENCE_S
 
 END = "end"
 _END_TRIES = 3
@@ -66,11 +67,16 @@ def open_order(release: str, site: str, access: Access = AS_WRITTEN) -> Order:
     return order
 
 
-def connect(order: Order) -> Ports:
-    """Return the ports of an order's site, with progress that goes to the run's log and artifacts."""
+def connect(order: Order, patience_s: float = API_PATIENCE_S) -> Ports:
+    """Return the ports of an order's site, with progress that goes to the run's log and artifacts.
+
+    Args:
+        order: the piece of work.
+        patience_s: how long an API server that is away is waited for.
+    """
     with speaking_for_itself("connect"):
         name = read_release(order).profile.served_model_name
-        return wiring.connect_patiently(order.site, order.run, RunProgress(), name, order.access)
+        return wiring.connect_patiently(order.site, order.run, RunProgress(), name, order.access, patience_s)
 
 
 def read_release(order: Order) -> Release:

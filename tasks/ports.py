@@ -147,6 +147,11 @@ class Cluster(Protocol):
         """Seconds in all that calls have waited for an API that did not answer; deadlines leave them out."""
         ...
 
+    @property
+    def impatient(self) -> Cluster:
+        """The same API for calls that must come back at once: for what is decided from what was just seen."""
+        ...
+
     def get(self, kind: str, name: str) -> Object | None:
         """Return one object of the site's namespace (or a cluster-scoped one), or None."""
         ...

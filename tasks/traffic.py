@@ -7,14 +7,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from prefect import task
+from prefect.logging import get_run_logger
 
-from tasks.core.errors import ConflictError, RevertedError, UnavailableError
+from tasks.core.errors import ConflictError, K2Error, RevertedError, UnavailableError
 from tasks.order import Order, connect, read_release, subject
 from tasks.steps.aborting import abort_if_serving, check_load, has_users, is_another_hand
 from tasks.steps.holder import TrafficHolder, holding
 from tasks.steps.journal import recorded
 from tasks.steps.promotion import approve_step, promote_step, receipt_step, retire_step
 from tasks.steps.shifting import shift_step
+
+_SEND_BACK_PATIENCE_S = 60.0
+"""How long a step that has failed already waits for an API server, to see whether its candidate has users."""
 
 
 @task(name="approve", persist_result=False)
@@ -79,13 +83,16 @@ def no_unwatched_candidate(order: Order) -> Iterator[None]:
             if not isinstance(error, Exception):
                 raise error from None
             raise reverted from None
+        except K2Error as unsent:
+            # Nobody knows whether the candidate has users; what failed first is still what is to be repaired.
+            get_run_logger().error(f"shift: not looked whether {order.release} has users: {unsent}")
         raise
 
 
 def _send_back(order: Order, error: BaseException) -> None:
     if isinstance(error, RevertedError) or is_another_hand(error):
         return
-    ports, release = connect(order), read_release(order)
+    ports, release = connect(order, patience_s=_SEND_BACK_PATIENCE_S), read_release(order)
     if not has_users(ports, release):
         return
 

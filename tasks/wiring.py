@@ -21,7 +21,7 @@ from tasks.core.spec import Site
 from tasks.ports import Progress
 from tasks.specs import load_base, load_site, load_templates
 from tasks.steps.context import Ports
-from tasks.steps.patience import PatientCluster
+from tasks.steps.patience import API_PATIENCE_S, PatientCluster
 
 SITE_VARIABLE = "K2_SITE"
 DEFAULT_MODEL = "kimi-k2"
@@ -105,11 +105,16 @@ def open_cluster(site: Site) -> KubeCluster:
 
 
 def connect_patiently(
-    path: str, run: str, progress: Progress, model: str = DEFAULT_MODEL, access: Access = AS_WRITTEN
+    path: str,
+    run: str,
+    progress: Progress,
+    model: str = DEFAULT_MODEL,
+    access: Access = AS_WRITTEN,
+    patience_s: float = API_PATIENCE_S,
 ) -> Ports:
     """Do as `connect` does, for flows: a Kubernetes API that is away for a while is waited for, not failed on."""
     ports = connect(path, run, progress, model, access)
-    return replace(ports, cluster=PatientCluster(ports.cluster, ports.clock, progress.say))
+    return replace(ports, cluster=PatientCluster(ports.cluster, ports.clock, progress.say, patience_s))
 
 
 def connect(path: str, run: str, progress: Progress, model: str = DEFAULT_MODEL, access: Access = AS_WRITTEN) -> Ports:

@@ -68,6 +68,11 @@ class KubeCluster:
         """No time: a call of this adapter gives up within its own tries."""
         return 0.0
 
+    @property
+    def impatient(self) -> KubeCluster:
+        """This one: no call waits longer than its own tries."""
+        return self
+
     def get(self, kind: str, name: str) -> Object | None:
         """Return one object of the site's namespace (or a cluster-scoped one), or None."""
         try:

@@ -147,7 +147,8 @@ class KubeMirror:
         pause_s = _FIRST_PAUSE_S
         while not self._closed.is_set():
             try:
-                if not self._version:
+                # A version that no watch confirms may be of a state that is gone (an etcd that was restored).
+                if not self._version or self.unconfirmed_s() > self._times.limit_s:
                     self._list()
                 self._watch()
             except ExpiredError:

@@ -38,16 +38,24 @@ def read_lease(obj: Mapping[str, Any]) -> LeaseState:
     )
 
 
-def take(state: LeaseState, holder: str, now: float, duration_s: float) -> LeaseState:
+SURELY_DEAD_S = 900.0
+"""How long after its end a Lease needs no watching: longer than a flow waits for an API server that is away."""
+
+
+def take(state: LeaseState, holder: str, now: float, duration_s: float, unchanged_s: float = math.inf) -> LeaseState:
     """Return the lease as this holder takes or renews it.
+
+    Another's Lease must have run out *and* have been seen unchanged for its whole duration (`unchanged_s`): after an
+    outage of the API every holder is late, and the living one renews within moments.
 
     Raises:
         ConflictError: somebody else holds it and still renews; carries when to try again.
     """
     if state.holder == holder:
         return LeaseState(holder, state.generation, now, duration_s)
-    if not state.expired(now):
-        left = state.renewed_at + state.duration_s - now
+    unwatched = bool(state.holder) and unchanged_s < state.duration_s and not _surely_dead(state, now)
+    if unwatched or not state.expired(now):
+        left = max(state.renewed_at + state.duration_s - now, state.duration_s - unchanged_s if unwatched else 0.0)
         raise ConflictError(
             "K2-CON-001",
             "Another holder moves traffic.",
@@ -57,6 +65,10 @@ def take(state: LeaseState, holder: str, now: float, duration_s: float) -> Lease
             retry=After(max(0.2, left + 0.1)),
         )
     return LeaseState(holder, state.generation + 1, now, duration_s)
+
+
+def _surely_dead(state: LeaseState, now: float) -> bool:
+    return now > state.renewed_at + state.duration_s + SURELY_DEAD_S
 
 
 def released(state: LeaseState) -> LeaseState:

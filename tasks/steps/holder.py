@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from tasks.core.errors import ConflictError, K2Error, UnavailableError
@@ -37,8 +38,11 @@ class TrafficHolder:
     """The right to move traffic: the Lease taken in our name, renewed before each write, and the fence on the route."""
 
     def __init__(self, ports: Ports) -> None:
-        self._ports = ports
+        self._patient = ports
+        # What is written here is decided from what was just seen: no call may come back minutes later.
+        self._ports = replace(ports, cluster=ports.cluster.impatient)
         self._holder = ports.run
+        self._seen: tuple[LeaseState, float] | None = None
         self._state: LeaseState | None = None
 
     @property
@@ -63,6 +67,8 @@ class TrafficHolder:
             try:
                 patiently(self._ports, self._take, self.patience_s)
                 return
+            except UnavailableError:
+                self._patient.cluster.get("Lease", LEASE)  # comes back when the API does, or gives up
             except ConflictError as error:
                 pause = getattr(error.retry, "seconds", 0.5)
                 if clock.now() + pause > deadline:
@@ -111,7 +117,7 @@ class TrafficHolder:
                 got=before.holder or "nobody",
                 expected=self._holder,
             )
-        after = take(before, self._holder, now, site.lease_duration_s)
+        after = take(before, self._holder, now, site.lease_duration_s, self._unchanged_s(before, now))
         if obj is None:
             lease = {
                 "apiVersion": "coordination.k8s.io/v1",
@@ -129,6 +135,12 @@ class TrafficHolder:
         if self._ports.clock.now() - now > site.lease_duration_s / 2:
             self.renew()  # the write itself waited: what it promises is over, or nearly
 
+    def _unchanged_s(self, lease: LeaseState, now: float) -> float:
+        """Return for how long this holder has seen the Lease as it is: nobody can renew while the API is away."""
+        if self._seen is None or self._seen[0] != lease:
+            self._seen = (lease, now)
+        return now - self._seen[1]
+
     def _route_generation(self) -> int:
         route = self._ports.cluster.get("HTTPRoute", LIVE_ROUTE) or {}
         annotations = route.get("metadata", {}).get("annotations") or {}
@@ -143,7 +155,7 @@ def holding(ports: Ports, act: Callable[[TrafficHolder], Outcome]) -> Outcome:
         ConflictError: another holder keeps the Lease longer than its own duration plus a little (K2-CON-001).
     """
     holder = TrafficHolder(ports)
-    holder.acquire(ports.site.lease_duration_s + 5.0)
+    holder.acquire(2 * ports.site.lease_duration_s + 5.0)
     try:
         return act(holder)
     finally:

@@ -113,6 +113,8 @@ class _Nodes:
             nodes = {node["metadata"]["name"]: node for node in self._ports.cluster.list_objects("Node")}
         except UnavailableError:
             return {}  # an API that does not answer says nothing about nodes
+        # Nor does a time in which it did not: all nodes are NotReady for a moment after an outage.
+        now = self._ports.clock.now() - self._ports.cluster.silent_s
         problems = {name: problem for name in pinned if (problem := _problem(nodes.get(name)))}
         self._since = {name: self._since.get(name, now) for name in problems}
         gone = {name for name, since in self._since.items() if now - since >= _NODE_PATIENCE_S}

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tasks.core.errors import After, ConflictError, K2Error, UnavailableError
+from tasks.core.errors import After, ConflictError, K2Error, Never, UnavailableError
 from tasks.core.fields import contains
 from tasks.core.permissions import Right
 from tasks.ports import Clock, Cluster, Mirror, Object
@@ -24,9 +24,12 @@ API_PATIENCE_S = 600.0
 """How long a flow waits for an API server. A restart takes seconds, a control plane's repair minutes."""
 _PAUSE_S = 1.0
 _SAY_EVERY_S = 10.0
-_REFUSALS = ("K2-UNA-001", "K2-RGT-001")
+_SILENCE = "K2-UNA-001"
+_REFUSALS = (_SILENCE, "K2-RGT-001")
 _REFUSAL_S = 10.0
 """How long a refusal (401, 403) is doubted."""
+_PASSING_S = 60.0
+"""How long an API that answers, and says that a part of it does not (a webhook), is asked again."""
 # Written by the server, or only meant for it.
 _NOT_OURS = ("resourceVersion", "uid", "generation", "creationTimestamp", "managedFields")
 
@@ -85,6 +88,11 @@ class PatientCluster:
         """Seconds in all in which the API did not answer, the present silence included."""
         now = 0.0 if self._silent_since is None else self._clock.now() - self._silent_since
         return self._silent_s + now
+
+    @property
+    def impatient(self) -> Cluster:
+        """The API without the waiting."""
+        return self._cluster
 
     def get(self, kind: str, name: str) -> Object | None:
         """Do as the port says, waiting for the API."""
@@ -156,49 +164,67 @@ class PatientCluster:
 
     def _patiently(self, act: Callable[[], Outcome]) -> Outcome:
         began = self._clock.now()
-        refused_at: float | None = None
+        doubted_at: float | None = None
         while True:
             try:
                 outcome = act()
             except K2Error as error:
-                if isinstance(error, UnavailableError) and isinstance(error.retry, After):
-                    refused_at = None
+                if error.code == _SILENCE and isinstance(error.retry, After):
+                    doubted_at = None
                     self._wait(error, began)
                     continue
                 # An API server that has just come back refuses everybody until it has read the roles.
-                refused_at = self._clock.now() if refused_at is None else refused_at
-                if error.code not in _REFUSALS or self._clock.now() - refused_at >= _REFUSAL_S:
+                doubted_at = self._clock.now() if doubted_at is None else doubted_at
+                if self._clock.now() - doubted_at >= _doubt_s(error):
+                    self._answered()
                     raise
                 self._clock.sleep(_PAUSE_S)
+            except Exception:
+                self._answered()  # "there is none" is an answer as well
+                raise
             else:
                 self._answered()
                 return outcome
 
-    def _wait(self, error: UnavailableError, began: float) -> None:
-        """Wait a little and tell of it every now and then; the error, if all patience is spent."""
+    def _wait(self, error: K2Error, began: float) -> None:
+        """Wait a little and tell of it every now and then.
+
+        Raises:
+            UnavailableError: the patience for this silence is spent; it stays so until something answers.
+        """
         now = self._clock.now()
         if self._silent_since is None:
             self._silent_since, self._said = began, -math.inf
         silent_s = now - self._silent_since
         if silent_s >= self._patience_s:
-            self._close_silence()
-            raise error
+            raise UnavailableError(
+                "K2-UNA-001",
+                f"The Kubernetes API has not answered for {silent_s:.0f} s.",
+                where=error.where,
+                got=error.summary,
+                expected=f"an answer within {self._patience_s:.0f} s",
+                hint="kubectl get --raw /readyz; once it answers, run the same command again",
+                retry=Never(),
+            ) from error
         if now - self._said >= _SAY_EVERY_S:
             self._said = now
             self._say(_waiting(error, silent_s, self._patience_s - silent_s))
         self._clock.sleep(_PAUSE_S)
 
     def _answered(self) -> None:
+        """Add a silence that ends now to all of them, and say that it has ended."""
         if self._silent_since is not None:
-            self._say(f"Kubernetes API: answers again after {self._close_silence():.0f} s")
+            silent_s = self._clock.now() - self._silent_since
+            self._silent_s += silent_s
+            self._silent_since = None
+            self._say(f"Kubernetes API: answers again after {silent_s:.0f} s")
 
-    def _close_silence(self) -> float:
-        """Add the silence that ends now to all of them and return how long it was."""
-        assert self._silent_since is not None
-        silent_s = self._clock.now() - self._silent_since
-        self._silent_s += silent_s
-        self._silent_since = None
-        return silent_s
+
+def _doubt_s(error: K2Error) -> float:
+    """Return how long an error that is no silence is doubted: a refusal for a moment, what may pass for a minute."""
+    if isinstance(error, UnavailableError) and isinstance(error.retry, After):
+        return _PASSING_S
+    return _REFUSAL_S if error.code in _REFUSALS else 0.0
 
 
 @dataclass(frozen=True)
@@ -236,7 +262,7 @@ def _content(obj: Mapping[str, Any]) -> Object:
     return {**obj, "metadata": metadata}
 
 
-def _waiting(error: UnavailableError, waited_s: float, left_s: float) -> str:
+def _waiting(error: K2Error, waited_s: float, left_s: float) -> str:
     return (
         f"Kubernetes API: no answer for {waited_s:.0f} s ({error.summary}) Pods, routers and weights stay as they are; "
         f"waiting, gives up in {left_s:.0f} s; kubectl get --raw /readyz shows whether it answers"

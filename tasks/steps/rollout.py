@@ -25,6 +25,7 @@ from tasks.steps.staging import require_markers
 
 _POLL_S = 0.5
 _SAY_EVERY_S = 2.0
+_NODE_PATIENCE_S = 30.0
 _LOG_LINES = 20
 
 
@@ -70,13 +71,18 @@ def _wait_for(ports: Ports, subject: Subject, nodes: Sequence[str], view: _View)
     usd_per_hour = profile.nodes * profile.gpus_per_node * ports.site.usd_per_gpu_hour
     deadline, began, said = Deadline(ports, profile.ready_deadline_s), ports.clock.now(), 0.0
     state: Readiness | None = None
+    lost_since: float | None = None
     while True:
         state = _look(ports, subject, view, deadline.elapsed_s, state)
         if state.ready:
             return state
-        if state.fatal:
+        if any(diagnosis.category != "node" for diagnosis in state.fatal):
             raise not_ready_error(state, "K2-RDY-001", "The set does not become ready.")
-        _check_chosen(ports, view, nodes)
+        problem = _node_problem(ports, view, nodes, state)
+        lost_since = None if problem is None else deadline.elapsed_s if lost_since is None else lost_since
+        # After an outage of the API every node is NotReady until its kubelet has renewed its lease.
+        if problem is not None and lost_since is not None and deadline.elapsed_s - lost_since >= _NODE_PATIENCE_S:
+            raise problem
         if deadline.passed:
             raise not_ready_error(state, "K2-RDY-001", f"Not ready after {deadline.elapsed_s:.0f} s.")
         if ports.clock.now() - said >= _SAY_EVERY_S:
@@ -150,14 +156,21 @@ def _logs(ports: Ports, pods: Sequence[dict[str, Any]]) -> dict[str, str]:
     return logs
 
 
-def _check_chosen(ports: Ports, view: _View, chosen: Sequence[str]) -> None:
-    """Raise NotReadyError if a chosen node has gone: its pods may already have been taken away from it."""
+def _node_problem(ports: Ports, view: _View, chosen: Sequence[str], state: Readiness) -> NotReadyError | None:
+    """Return what is wrong with a node that the set needs, or None; it may be over in a moment."""
+    if state.fatal:
+        return not_ready_error(state, "K2-RDY-001", "The set does not become ready.")
+    return _chosen_problem(ports, view, chosen)
+
+
+def _chosen_problem(ports: Ports, view: _View, chosen: Sequence[str]) -> NotReadyError | None:
+    """Return the error of a chosen node that has gone: its pods may already have been taken away from it."""
     tolerations = engine_tolerations(ports.templates)
     known = {node["metadata"]["name"]: node for node in view.nodes.objects()}
     for name in chosen:
         why_not = why_unusable(known[name], tolerations) if name in known else "no such node"
         if why_not:
-            raise NotReadyError(
+            return NotReadyError(
                 "K2-RDY-002",
                 f"Node {name} was lost during the rollout."
                 if why_not.startswith(("not Ready", "no such"))
@@ -167,3 +180,4 @@ def _check_chosen(ports: Ports, view: _View, chosen: Sequence[str]) -> None:
                 expected="Ready",
                 hint=lost_node_remedy(name),
             )
+    return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from tasks.core.errors import ConflictError, GateError, RevertedError, UnavailableError
+from tasks.core.errors import After, ConflictError, GateError, K2Error, RevertedError, UnavailableError
 from tasks.core.route import HELD, LIVE_ROUTE, SHIFTING, STABLE, Backend, RouteState
 from tasks.core.shift import Bake, Complete, Observation, Probe, SetWeight, decide
 from tasks.core.spec import TrafficPlan
@@ -16,11 +18,13 @@ from tasks.steps.context import Ports, Subject
 from tasks.steps.holder import TrafficHolder, patiently
 from tasks.steps.journal import states
 from tasks.steps.probing import probe_set, probe_timeout_s
-from tasks.steps.traffic import check_state, move_traffic, read_live_route
+from tasks.steps.traffic import NotTakenOverError, check_state, move_traffic, read_live_route
+
+Outcome = TypeVar("Outcome")
 
 _NO_COUNTS = BackendCounts(math.nan, math.nan)
-_STALE_S = 3.0
-"""How long the API may be away before what was seen before it counts for nothing any more."""
+_MOST_OUTAGES = 5
+"""After so many outages without a step a shift ends: something else is wrong than an API that was restarted."""
 
 
 def shift_step(ports: Ports, subject: Subject, holder: TrafficHolder) -> dict[str, Any]:
@@ -36,11 +40,13 @@ def shift_step(ports: Ports, subject: Subject, holder: TrafficHolder) -> dict[st
             was planned over another live one (K2-CON-004).
     """
     candidate = Backend(subject.router_service, subject.serving, subject.release.id)
-    found, _ = patiently(ports, lambda: read_live_route(ports), holder.patience_s)
+    found, _ = read_live_route(ports)
     if found.stable.service == candidate.service:
         _check_alone(found)
         return {"outcome": "unchanged", "history": [], "note": "the route sends everything to this set already"}
-    shift = _Shift(ports, subject.release.traffic, candidate, holder, found, _adopt(found, candidate))
+    # What is decided from what was just seen is written at once or not at all; an API that is away is waited for apart.
+    quick = replace(ports, cluster=ports.cluster.impatient)
+    shift = _Shift(quick, ports, subject.release.traffic, candidate, holder, found, _adopt(found, candidate))
     shift.tried_percent = shift.state.candidate_percent
     try:
         _check_order(ports, subject, found)
@@ -49,7 +55,10 @@ def shift_step(ports: Ports, subject: Subject, holder: TrafficHolder) -> dict[st
         if isinstance(error, RevertedError) or is_another_hand(error):
             raise
         try:
-            abort_after(ports, candidate, shift.tried_percent, holder, shift.history, error)
+            if isinstance(error, Exception):
+                with contextlib.suppress(K2Error):
+                    read_live_route(ports)  # comes back when the API does: nothing can be written before
+            abort_after(quick, candidate, shift.tried_percent, holder, shift.history, error)
         except RevertedError as reverted:
             if not isinstance(error, Exception):
                 raise error from None
@@ -121,11 +130,12 @@ def _check_order(ports: Ports, subject: Subject, state: RouteState) -> None:
 class _Shift:
     """One try of a shift. `on_route` is what the route says, `state` is what it is decided from.
 
-    `tried_percent` is the last weight that was written, or may have been. `silent_at_..._s` is how long the API had
-    been away in all when the weight was written, and when the candidate was last probed.
+    `tried_percent` is the last weight that was written, or may have been, and `tried` that state. `ports` do not wait
+    for an API that is away, `patient` ones do.
     """
 
     ports: Ports
+    patient: Ports
     plan: TrafficPlan
     candidate: Backend
     holder: TrafficHolder
@@ -135,11 +145,18 @@ class _Shift:
     history: History = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
     base: BackendCounts = _NO_COUNTS
-    silent_at_since_s: float = 0.0
-    silent_at_look_s: float = 0.0
+    tried: RouteState | None = None
+    outages: int = 0
 
     def run(self) -> dict[str, Any]:
         """Go on from the state to all traffic and return the history; raise whatever ends it otherwise."""
+        while not self._through_outages(self._begin):
+            pass
+        while (ended := self._through_outages(self._go_on)) is None:
+            pass
+        return ended
+
+    def _begin(self) -> bool:
         if self.state.candidate_percent > 0:
             # Claimed: the write fences off whoever began the shift and may only be asleep. The bake starts anew,
             # because nobody watched meanwhile.
@@ -147,54 +164,72 @@ class _Shift:
         else:
             self._check_candidate()
         self.base = self._counts()
-        self.silent_at_since_s = self.silent_at_look_s = self.ports.cluster.silent_s
-        while True:
-            action = decide(self.plan, self.state, self._observe(), self._now())
-            if isinstance(action, Complete):
-                return {"history": self.history, "note": f"{self.candidate.release} carries all traffic"}
-            if isinstance(action, Bake):
-                self._bake(action.seconds)
-            elif isinstance(action, SetWeight):
-                if not self._still_current():
-                    continue
-                self._set_weight(action.percent, "step")
-                show_weights(self.ports, self.candidate.release, self.history)
-                self.probes, self.base = [], self._counts()
-            else:
-                abort_traffic(self.ports, self.on_route, action, self.holder, self.history)
+        return True
+
+    def _go_on(self) -> dict[str, Any] | None:
+        """Do the next thing; return the history when all is done."""
+        action = decide(self.plan, self.state, self._observe(), self.ports.clock.now())
+        if isinstance(action, Complete):
+            return {"history": self.history, "note": f"{self.candidate.release} carries all traffic"}
+        if isinstance(action, Bake):
+            self._bake(action.seconds)
+        elif isinstance(action, SetWeight):
+            self._set_weight(action.percent, "step")
+            show_weights(self.ports, self.candidate.release, self.history)
+            self.probes, self.base = [], self._counts()
+        else:
+            read_live_route(self.patient)  # comes back when the API does: nothing can be written before
+            abort_traffic(self.ports, self.on_route, action, self.holder, self.history)
+        return None
+
+    def _through_outages(self, act: Callable[[], Outcome]) -> Outcome | None:
+        """Do something; if the API goes away over it, wait for it, take what the route then says, and bake anew.
+
+        A step that was decided before an outage is not taken after it: the caller decides again.
+
+        Raises:
+            UnavailableError: the gateway did not take over a route, or the API is away for longer than a flow waits.
+            ConflictError: the Lease or the route is somebody else's now.
+        """
+        try:
+            return act()
+        except NotTakenOverError:
+            raise
+        except UnavailableError as error:
+            self.outages += 1
+            if not isinstance(error.retry, After) or self.outages > _MOST_OUTAGES:
+                raise
+        self._come_back()
+        self.ports.progress.say("shift: the API was away; the candidate bakes anew from what the route says now")
+        return None
+
+    def _come_back(self) -> None:
+        """Wait for the API, take what the route says, and renew the Lease if it is still ours."""
+        found, _ = read_live_route(self.patient)
+        if self.tried is not None and found == self.tried and found != self.on_route:
+            self.on_route = found  # written, and the answer was lost
+            self.history.append(row(found, self.ports.clock.now(), "step"))
+        check_state(found, self.on_route)
+        patiently(self.ports, self.holder.renew, self.holder.patience_s)
+        move_traffic(self.ports, self.on_route, self.on_route, self.holder)  # nothing to write: live at the gateway?
+        # What was seen before counts against the candidate and not for it.
+        self.probes = [probe for probe in self.probes if probe.wrong]
+        if self.on_route.candidate == self.candidate and self.on_route.candidate_percent > 0:
+            self.state = replace(self.on_route, since=self.ports.clock.now())
 
     def _set_weight(self, percent: int, why: str) -> None:
         self.tried_percent = percent
-        self.silent_at_since_s = self.ports.cluster.silent_s
-        target = self.state.moved(percent, self.ports.clock.now(), self.holder.generation)
+        target = self.tried = self.state.moved(percent, self.ports.clock.now(), self.holder.generation)
         self.state = self.on_route = move_traffic(self.ports, self.on_route, target, self.holder)
         self.history.append(row(self.state, self.ports.clock.now(), why))
-
-    def _still_current(self) -> bool:
-        """Renew the Lease; if the API was away since the last look, begin the bake anew and return False: decide again.
-
-        A step forward must not be taken after an outage on what was seen before it.
-        """
-        patiently(self.ports, self.holder.renew, self.holder.patience_s)
-        away_s = self.ports.cluster.silent_s - self.silent_at_look_s
-        if away_s <= _STALE_S:
-            return True
-        self.ports.progress.say(f"shift: the API was away for {away_s:.0f} s; the candidate bakes anew")
-        self._probe(2)
-        self.state = replace(self.state, since=self.ports.clock.now())
-        self.silent_at_since_s = self.ports.cluster.silent_s
-        return False
-
-    def _now(self) -> float:
-        """Return the time without that in which the API was away since the weight was written: nobody baked then."""
-        return self.ports.clock.now() - (self.ports.cluster.silent_s - self.silent_at_since_s)
+        self.outages = 0
 
     def _bake(self, seconds: float) -> None:
         """Wait and probe, never so long that the Lease runs out between two renewals; check that the route is ours."""
         ports, lease_s = self.ports, self.ports.site.lease_duration_s
         ports.clock.sleep(min(seconds, self.plan.check_interval_s, lease_s / 3))
         self._probe(2)
-        self._still_current()
+        patiently(ports, self.holder.renew, self.holder.patience_s)
         check_state(patiently(ports, lambda: read_live_route(ports), self.holder.patience_s)[0], self.on_route)
 
     def _probe(self, count: int) -> None:
@@ -203,7 +238,6 @@ class _Shift:
             self.probes += probe_set(
                 self.ports, self.candidate.serving, 1, len(self.probes), probe_timeout_s(self.plan, self.ports.site)
             )
-        self.silent_at_look_s = self.ports.cluster.silent_s
 
     def _check_candidate(self) -> None:
         """Raise GateError if the candidate does not answer right now: its gates may have passed long ago."""

@@ -49,6 +49,10 @@ class MemoryCluster:
         self._version = 0
         self._applied: dict[Key, Object] = {}
 
+    @property
+    def impatient(self) -> MemoryCluster:
+        return self
+
     def get(self, kind: str, name: str) -> Object | None:
         self._authorize("get", kind, name)
         return _copy(self.objects.get((_known(kind), name)))

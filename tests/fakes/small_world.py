@@ -164,6 +164,8 @@ class _Faulty:
         self._faults = faults
 
     def __getattr__(self, name: str) -> Any:
+        if name == "impatient":
+            return self
         method = getattr(self._port, name)
         if not callable(method):
             return method

@@ -26,6 +26,7 @@ class Flaky:
         self.away_until = 0.0
         self.lose = 0
         self.retry: After | Never = After(1.0)
+        self.code = "K2-UNA-001"
 
     def __getattr__(self, name: str):
         method = getattr(self.cluster, name)
@@ -44,7 +45,7 @@ class Flaky:
 
     def check(self) -> None:
         if self.clock.now() < self.away_until:
-            raise UnavailableError("K2-UNA-001", "Nobody answers.", where="api", retry=self.retry)
+            raise UnavailableError(self.code, "Nobody answers.", where="api", retry=self.retry)
 
 
 class It:
@@ -120,14 +121,42 @@ def test_patience_ends(it):
     assert it.cluster.silent_s == 300
 
 
-def test_one_silence_is_one_over_several_calls(it):
+def test_patience_that_is_spent_stays_so_until_something_answers(it):
     it.away(10_000)
-    for _ in range(2):
+    with pytest.raises(UnavailableError) as caught:
+        it.cluster.get("ConfigMap", "a")
+    assert isinstance(caught.value.retry, Never), "an orchestrator's retry would wait as long again"
+    assert "300 s" in caught.value.summary
+    waited = sum(it.clock.slept)
+    for _ in range(3):
         with pytest.raises(UnavailableError):
-            it.cluster.get("ConfigMap", "a")
+            it.cluster.list_objects("ConfigMap")
+    assert sum(it.clock.slept) == waited
     it.flaky.away_until = 0
     it.cluster.get("ConfigMap", "a")
-    assert it.cluster.silent_s == 600
+    it.away(20)
+    it.cluster.get("ConfigMap", "a")
+    assert sum(it.clock.slept) == waited + 20
+
+
+def test_an_answer_that_is_an_error_ends_a_silence_too(it):
+    it.away(20)
+    with pytest.raises(KeyError):
+        it.cluster.merge_patch("ConfigMap", "nothing", {})
+    assert it.cluster.silent_s == 20
+    it.clock.sleep(500)
+    assert it.cluster.silent_s == 20
+
+
+def test_a_webhook_that_is_down_is_no_silence_and_not_waited_for_as_long(it):
+    it.flaky.code = "K2-UNA-004"
+    it.away(10_000)
+    with pytest.raises(UnavailableError) as caught:
+        it.cluster.apply(config())
+    assert caught.value.code == "K2-UNA-004"
+    assert sum(it.clock.slept) == 60
+    assert it.cluster.silent_s == 0
+    assert it.said == []
 
 
 def test_a_refusal_is_believed_when_it_stays(it):
@@ -239,6 +268,9 @@ def test_the_lease_is_still_ours_after_an_outage_longer_than_it_lasts():
     holder = TrafficHolder(ports)
     holder.acquire(10)
     flaky.away_until = world.clock.now() + 10 * world.site.lease_duration_s
+    with pytest.raises(UnavailableError):
+        holder.renew()  # what is decided from what was just seen does not wait
+    world.clock.sleep(10 * world.site.lease_duration_s)
     holder.renew()
     lease = read_lease(world.cluster.get("Lease", LEASE))
     assert (lease.holder, lease.generation, lease.renewed_at) == ("run-1", 1, world.clock.now())
@@ -254,7 +286,31 @@ def test_a_lease_that_was_taken_over_in_the_outage_is_not_taken_back():
     holder = TrafficHolder(ports)
     holder.acquire(10)
     world.clock.sleep(world.site.lease_duration_s + 1)
-    TrafficHolder(world.ports("run-2")).acquire(10)
-    flaky.away_until = world.clock.now() + 5
+    TrafficHolder(world.ports("run-2")).acquire(40)
+    with pytest.raises(ConflictError):
+        holder.renew()
+
+
+def test_who_waits_for_the_lease_does_not_take_it_for_an_outage_that_kept_everybody_from_renewing():
+    """It is over by the clock the moment that the API is back; its holder renews it a moment later."""
+    from tasks.steps.holder import TrafficHolder
+
+    world = World()
+    holder = TrafficHolder(world.ports("run-1"))
+    holder.acquire(10)
+    world.clock.sleep(4 * world.site.lease_duration_s)  # nobody could write
+    renewals = []
+
+    def renew(now):
+        renewals.append(now)
+        holder.renew()
+
+    world.clock.on_sleep.append(renew)
+    with pytest.raises(ConflictError) as caught:
+        TrafficHolder(world.ports("run-2")).acquire(2 * world.site.lease_duration_s)
+    assert caught.value.code == "K2-CON-001"
+    assert renewals
+    world.clock.on_sleep.clear()
+    TrafficHolder(world.ports("run-2")).acquire(2 * world.site.lease_duration_s)  # and a dead one is taken over
     with pytest.raises(ConflictError):
         holder.renew()
