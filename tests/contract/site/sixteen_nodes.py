@@ -40,6 +40,7 @@ from tasks.steps.capacity import read_nodes
 from tasks.steps.context import Ports, Subject
 from tasks.steps.rollout import _look, _View
 from tasks.steps.weights import make_accepted_lock
+from tasks.wiring import pipeline_rights
 from tests.fakes.checkpoints import REPO, REVISION
 from tests.fakes.memory_cluster import MemoryCluster
 from tests.fakes.memory_engine import MemoryEngine, MemoryStats
@@ -329,4 +330,5 @@ def _pipeline_ports(directory: Path, plane: ControlPlane) -> Ports:
         templates=TEMPLATES,
         run="run-1",
         tool="k2-release 0",
+        rights=pipeline_rights(site()),
     )
