@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flows.console.outages import API_KILLED, Outages
@@ -23,6 +23,8 @@ INJECTIONS = {
     API_KILLED: "the processes of the embedded site's control plane",
 }
 _RELEASE = "k2-release.io/release"
+_LEAVE_S = 30.0
+"""How long an injection may take to leave when the rehearsal is broken off; what it started is stopped after that."""
 
 
 def check_injections(names: Sequence[str]) -> None:
@@ -47,7 +49,8 @@ class Injector:
         self._ports = ports
         self._release = release
         self._stop = threading.Event()
-        self._outages = Outages(site, release)
+        self._outages = Outages(site, release, self._stop)
+        self._failed: dict[str, Exception] = {}
         self.missed = [name for name in names if name != "shard-bitflip"]
         """The injections whose moment has not come yet; what is left of them at the end has shown nothing."""
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -59,15 +62,47 @@ class Injector:
         self._thread.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        """Stop watching, and put back what is away.
+
+        Raises:
+            K2Error: an injection failed (K2-UNX-001). What breaks the rehearsal off, Ctrl-C above all, goes first.
+        """
         self._stop.set()
-        self._thread.join(10 if API_KILLED not in self._names else self._outages.longest_s)
+        self._thread.join(_LEAVE_S if kind else self._outages.restart_s)
+        if kind is None and self._thread.is_alive():
+            raise self._failure(", ".join(self.missed), f"still at work {self._outages.restart_s:.0f} s after its end")
+        for name, error in self._failed.items():
+            if kind is None:
+                raise self._failure(name, f"{type(error).__name__}: {error}") from error
+
+    def _failure(self, name: str, how: str) -> K2Error:
+        where = f"k2ctl rehearse --inject {name}"
+        return K2Error("K2-UNX-001", f"The injection itself failed, so the rehearsal shows nothing: {how}", where=where)
 
     def _watch(self) -> None:
-        ports = self._ports()
-        while self.missed and not self._stop.wait(0.3):
-            with contextlib.suppress(K2Error):
-                self.missed = [name for name in self.missed if not self._try(name, ports)]
+        with self._noting(*self.missed):
+            ports = self._ports()
+            while self.missed and not self._stop.wait(0.3):
+                for name in tuple(self.missed):
+                    self._look(name, ports)
+
+    def _look(self, name: str, ports: Ports) -> None:
+        """Try an injection; one that the site cannot answer just now is tried again, one that fails is given up."""
+        with self._noting(name), contextlib.suppress(K2Error):
+            if self._try(name, ports):
+                self.missed.remove(name)
+
+    @contextlib.contextmanager
+    def _noting(self, *names: str) -> Iterator[None]:
+        """Keep an exception for the end of the rehearsal: a thread has nobody to raise it to."""
+        try:
+            yield
+        except Exception as error:
+            for name in names:
+                self._failed[name] = error
+                self.missed.remove(name)
+            say(f"inject: {', '.join(names)} failed: {type(error).__name__}: {error}")
 
     def _try(self, name: str, ports: Ports) -> bool:
         """Switch an injection on if its moment has come; return whether it is on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from flows.console.submission import say
@@ -24,21 +25,20 @@ class Outages:
     Args:
         site: the embedded site (`lose_api`).
         release: whose steps are watched.
+        stop: ends an outage before its time, and has the API server started again.
         away_s: how long nothing answers at the API server's address.
     """
 
-    def __init__(self, site: Any, release: str, away_s: float = _AWAY_S) -> None:
+    def __init__(self, site: Any, release: str, stop: threading.Event, away_s: float = _AWAY_S) -> None:
         self._site = site
         self._release = release
+        self._stop = stop
         self._away_s = away_s
         self._moments = [("stage", self._staging), ("rollout", self._rolling_out), ("shift", self._shifting)]
         self.missed: list[str] = []
-        """The steps that had ended before the API server could be killed in them."""
-
-    @property
-    def longest_s(self) -> float:
-        """How long one outage may take with the restart."""
-        return self._away_s + _RESTART_S
+        """The steps that had ended before the API server could be killed in them, or while it was away."""
+        self.restart_s = _RESTART_S
+        """How long the API server may take to be back after an outage."""
 
     def look(self, ports: Ports) -> bool:
         """Carry out the next outage if its moment has come; return whether all three have been."""
@@ -55,7 +55,8 @@ class Outages:
         elif is_now(ports):
             self._moments.pop(0)
             say(f"inject: etcd and kube-apiserver are killed in {step}; nothing answers for {self._away_s:.0f} s")
-            self._site.lose_api(self._away_s)
+            if not self._site.lose_api(self._away_s, self._stop):
+                self.missed.append(step)
             say("inject: etcd and kube-apiserver are back")
         return not self._moments and not self.missed
 

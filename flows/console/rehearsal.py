@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,8 +116,9 @@ class Rehearsal:
 
     def _start_life(self) -> None:
         """Make the older release live (unless --first) while the worker comes up, then let users in."""
-        worker = threading.Thread(target=self.start_worker)
-        worker.start()
+        pool = ThreadPoolExecutor(1)
+        worker = pool.submit(self.start_worker)
+        pool.shutdown(wait=False)  # takes nothing more; leaving by an exception does not wait for the worker
         if not self.args.first:
             old = self.programme.old
             say(f"making {old} live, so that there is something to protect")
@@ -125,7 +126,7 @@ class Rehearsal:
                 self._run_here("promote", old, approver="rehearsal")
             say("users: the client sends streaming and plain requests from now on")
             self.stage.start_client(_CLIENT_RATE_PER_S)
-        worker.join()
+        worker.result()
 
     def _run_here(self, name: str, release_id: str, **more: str) -> dict[str, Any]:
         """Run a flow in this process."""

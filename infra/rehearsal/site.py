@@ -6,6 +6,7 @@ import json
 import resource
 import shutil
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -149,15 +150,20 @@ class RehearsalSite:
         """Switch an injection off."""
         (self.inject_dir / f"{name}.json").unlink(missing_ok=True)
 
-    def lose_api(self, away_s: float) -> None:
-        """Kill etcd and the API server at once (SIGKILL), leave both away for a while, and start them as they were."""
+    def lose_api(self, away_s: float, stop: threading.Event) -> bool:
+        """Kill etcd and the API server at once (SIGKILL), leave both away for a while, and start them as they were.
+
+        Returns:
+            Whether they were away for all of `away_s`; not if `stop` was set before.
+        """
         specs = [self.supervisor.child(name).spec for name in ("kube-apiserver", "etcd")]
         for spec in specs:
             self.supervisor.stop(spec.name, grace_s=0)
-        time.sleep(away_s)
+        stopped = stop.wait(away_s)
         started = [self.supervisor.start(spec, wait=False) for spec in reversed(specs)]
         for child in started:
             self.supervisor.wait_ready(child)
+        return not stopped
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of every process of the site so far, this one included."""

@@ -14,7 +14,7 @@ from flows import cli
 from flows.console.injecting import node_of_candidate_alone
 from flows.console.rehearsal import Programme, Rehearsal
 from flows.console.rehearsal_result import Outcome, blame, blame_missed
-from infra.rehearsal.processes import ProcessSpec, Supervisor
+from infra.rehearsal.processes import ProcessSpec, SiteError, Supervisor
 from tasks import wiring
 from tasks.core.errors import ExitCode
 
@@ -145,3 +145,16 @@ def test_a_rehearsal_asks_whether_its_injections_happened() -> None:
     args = SimpleNamespace(first=False, inject=["node-lost"])
     Uneventful(SimpleNamespace(cpu_seconds=lambda: 0.0), args, Programme("old", "new"))._release(result)  # type: ignore[arg-type]
     assert (result.outcome, result.exit_code) == ("not-injected", ExitCode.UNEXPECTED)
+
+
+class Workerless(Rehearsal):
+    """A rehearsal whose worker does not come up."""
+
+    def start_worker(self) -> None:
+        raise SiteError("the worker was not ready")
+
+
+def test_a_worker_that_does_not_come_up_fails_the_rehearsal() -> None:
+    args = SimpleNamespace(first=True, inject=[])
+    with pytest.raises(SiteError, match="the worker was not ready"):
+        Workerless(SimpleNamespace(), args, Programme("old", "new"))._start_life()  # type: ignore[arg-type]
