@@ -101,7 +101,7 @@ class Injector:
         except Exception as error:
             for name in names:
                 self._failed[name] = error
-                self.missed.remove(name)
+            self.missed = [name for name in self.missed if name not in names]
             say(f"inject: {', '.join(names)} failed: {type(error).__name__}: {error}")
 
     def _try(self, name: str, ports: Ports) -> bool:

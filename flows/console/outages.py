@@ -14,7 +14,7 @@ from tasks.steps.traffic import read_live_route
 
 API_KILLED = "apiserver-killed"
 _AWAY_S = 60.0
-_RESTART_S = 120.0
+_RESTART_S = 185.0  # a little more than both servers are given to answer
 _RELEASE = "k2-release.io/release"
 _SHIFTED_PERCENT = 10
 

@@ -13,7 +13,7 @@ from tasks.core.demand import demand_of
 from tasks.core.diagnosis import MISSING, NODE_LOST, Diagnosis
 from tasks.core.errors import CapacityError, NotReadyError
 from tasks.core.readiness import Readiness, not_ready_error
-from tasks.core.render import render_probe_job
+from tasks.core.render import render_probe_job, render_serving
 from tasks.core.scheduling import AFFINITY, CORDON, RESOURCE, TAINT, read_verdict
 from tasks.steps.capacity import make_release_plan, preflight_step
 from tasks.steps.jobs import run_jobs
@@ -330,16 +330,25 @@ def test_what_a_quota_refuses_the_pipeline_itself_is_capacity_and_not_a_right_th
     nodes: SixteenNodes,
 ) -> None:
     nodes.quota("jobs", **{"count/jobs.batch": "0"})
+    nodes.quota("deployments", **{"count/deployments.apps": "0"})
     job = render_probe_job(nodes.subject.lock, nodes.ports.site, nodes.ports.templates, "tool", "node-1")
-    for write in (nodes.ports.cluster.create, lambda obj: nodes.ports.cluster.apply(obj, dry_run=True)):
+    objects = render_serving(nodes.subject.release, nodes.subject.lock, nodes.ports.site, nodes.ports.templates)
+    router = next(obj for obj in objects if obj["kind"] == "Deployment")
+    cluster = nodes.ports.cluster
+    for write, obj, says in (
+        (cluster.create, job, "Quota jobs allows 0 count/jobs.batch, 0 are used, 1 more are needed."),
+        (
+            lambda obj: cluster.apply(obj, dry_run=True),
+            router,
+            # The parking backend's is there.
+            "Quota deployments allows 0 count/deployments.apps, 1 are used, 1 more are needed.",
+        ),
+    ):
         with pytest.raises(CapacityError) as caught:
-            write(job)
-        assert (caught.value.code, caught.value.exit_code, caught.value.where) == (
-            "K2-CAP-003",
-            8,
-            f"Job/{job['metadata']['name']}",
-        )
-        assert caught.value.summary == "Quota jobs allows 0 count/jobs.batch, 0 are used, 1 more are needed."
+            write(obj)
+        where = f"{obj['kind']}/{obj['metadata']['name']}"
+        assert (caught.value.code, caught.value.exit_code, caught.value.where) == ("K2-CAP-003", 8, where)
+        assert caught.value.summary == says
     with pytest.raises(CapacityError):
         run_jobs(nodes.ports, "preflight", [job], 0, 30.0)
 
