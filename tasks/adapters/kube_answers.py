@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,11 @@ from tasks.core.permissions import refused_right, rights_error
 from tasks.core.quota import refusal_error
 
 MESSAGE_LIMIT = 400
+# As kube-apiserver words it: apiserver/pkg/util/webhook/error.go, and webhook_converter.go of apiextensions-apiserver.
+_WEBHOOK = re.compile(
+    r'failed calling (?:admission )?webhook "(?P<name>[^"]+)"|conversion webhook for (?P<kind>.+?) failed'
+)
+_WEBHOOK_SERVICE = re.compile(r"https://(?P<service>[^./\s]+)\.(?P<namespace>[^./\s]+)\.svc[:/.]")
 
 
 class AnswerError(Exception):
@@ -56,9 +62,10 @@ def no_list(where: str) -> UnavailableError:
 
 
 def error_of(status: int, data: bytes, where: str) -> Exception:
-    """Return what an error answer means; its Status message is kept, cut."""
+    """Return what an error answer means; its Status message is read whole, and kept cut."""
     body = _status_body(data)
-    message, reason = cut(str(body.get("message", ""))), body.get("reason")
+    whole, reason = str(body.get("message", "")), body.get("reason")
+    message = cut(whole)
     if status == 404:
         return NotThereError(message)
     if status == 410:
@@ -76,14 +83,41 @@ def error_of(status: int, data: bytes, where: str) -> Exception:
             hint="Log in again, or give the context's user a token that is valid.",
             retry=Never(),
         )
-    if status == 403 and (short := refusal_error(str(body.get("message", "")), where)) is not None:
+    if status == 403 and (short := refusal_error(whole, where)) is not None:
         return short
     if status == 403:
-        return _forbidden(message, where)
+        return _forbidden(whole, where)
+    if (webhook := _WEBHOOK.search(whole)) is not None:
+        return _webhook_down(webhook["name"] or f"for the conversion of {webhook['kind']}", whole, where)
+    return _failure(status, body, where)
+
+
+def _failure(status: int, body: Mapping[str, Any], where: str) -> UnavailableError:
+    """Return the error of a server that fails; one that says so in a Status of its own is there and is not silent."""
+    message = body.get("message", "")
+    if body.get("kind") != "Status" or status in (429, 503, 504):
+        summary, hint = f"The API server answered HTTP {status}: {message}", ""
+    else:
+        # Its storage may be what is away (etcd without a leader), so this is waited out like a server that is.
+        summary = f"The API server answers, with an error of its own (HTTP {status}): {message}"
+        hint = "kubectl get --raw '/readyz?verbose' names the part of it that fails."
+    return UnavailableError("K2-UNA-001", cut(summary), where=where, hint=hint, retry=After(2.0))
+
+
+def _webhook_down(name: str, message: str, where: str) -> UnavailableError:
+    """Return the error of a webhook that was asked about an object and gave no answer; the API itself is there."""
+    service = _WEBHOOK_SERVICE.search(message)
+    look = "kubectl get validatingwebhookconfigurations,mutatingwebhookconfigurations"
+    if service is not None:
+        look = f"kubectl -n {service['namespace']} get pods,endpointslices; {look}"
+    behind = f" (service {service['namespace']}/{service['service']})" if service else ""
     return UnavailableError(
-        "K2-UNA-001",
-        f"The API server answered HTTP {status}: {message}"[:MESSAGE_LIMIT],
-        where=where,
+        "K2-UNA-004",
+        f"The webhook {name} does not answer; the API server does.",
+        where=f"{where}: webhook {name}{behind}",
+        got=cut(message),
+        expected="an answer of the webhook",
+        hint=f"{look}. When it is up, run the same command again; it resumes.",
         retry=After(2.0),
     )
 
@@ -96,7 +130,7 @@ def _forbidden(message: str, where: str) -> UnavailableError:
         return rights_error(identity, [right], where)
     return UnavailableError(
         "K2-UNA-001",
-        f"The API server forbids it: {message}"[:MESSAGE_LIMIT],
+        cut(f"The API server forbids it: {message}"),
         where=where,
         hint="Not a matter of rights: an admission rule of the cluster. The message names it.",
         retry=Never(),

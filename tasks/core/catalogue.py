@@ -138,6 +138,12 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         "Read its log (`kubectl logs job/NAME`), then run the same command again.",
     ),
     CatalogueEntry(
+        "K2-UNA-004",
+        ExitCode.UNAVAILABLE,
+        "A webhook of the cluster does not answer, so the API server cannot take the object.",
+        "See to the pods of the named webhook's service, then run the same command again; it resumes.",
+    ),
+    CatalogueEntry(
         "K2-CAP-001",
         ExitCode.CAPACITY,
         "Not enough free nodes or GPUs for the release.",
