@@ -21,6 +21,7 @@ PIPELINE = "k2-pipeline"
 RULES = "manifests/base/20-rights.yaml"
 RUNBOOK = "infra/runbooks/rights-missing.md"
 _PIPELINE_ACCOUNT = re.compile(rf"system:serviceaccount:(?P<namespace>[^:]+):{PIPELINE}")
+_APPLY_ALL = "k2ctl site init --release RELEASE"
 _MAX_RULES_IN_A_COMMAND = 4
 _SHOWN_RIGHTS = 6
 # As kube-apiserver words it: pkg/endpoints/handlers/responsewriters, `forbiddenMessage`.
@@ -159,13 +160,14 @@ def refused_right(message: str) -> tuple[str, Right] | None:
     return found["user"], right
 
 
-def rights_error(identity: str, missing: Sequence[Right], where: str) -> RightsError:
+def rights_error(identity: str, missing: Sequence[Right], where: str, asked: Sequence[Right] = ()) -> RightsError:
     """Return the error of an identity that lacks rights: each of them, and the command that gives them.
 
     Args:
         identity: as the API server calls it.
         missing: at least one.
         where: what was asked for, or which cluster.
+        asked: all rights that it was asked about, if it was asked about all.
     """
     lacks = f"the right to {missing[0]}" if len(missing) == 1 else f"{len(missing)} rights that the pipeline uses"
     more = f"; and {len(missing) - _SHOWN_RIGHTS} more" if len(missing) > _SHOWN_RIGHTS else ""
@@ -175,7 +177,7 @@ def rights_error(identity: str, missing: Sequence[Right], where: str) -> RightsE
         where=where,
         got="no right to " + "; ".join(map(str, missing[:_SHOWN_RIGHTS])) + more,
         expected=f"the rules of {RULES}",
-        hint=f"{RUNBOOK}; an administrator of the cluster runs: {grant_command(identity, missing)}",
+        hint=f"{RUNBOOK}; an administrator of the cluster runs: {grant_command(identity, missing, asked)}",
         retry=Never(),
         details={
             "identity": identity,
@@ -184,22 +186,32 @@ def rights_error(identity: str, missing: Sequence[Right], where: str) -> RightsE
     )
 
 
-def grant_command(identity: str, missing: Sequence[Right]) -> str:
+def grant_command(identity: str, missing: Sequence[Right], asked: Sequence[Right] = ()) -> str:
     """Return the command of an administrator that gives an identity what it lacks.
 
-    The pipeline's own account has a rule added to its role; another identity is bound to the roles that there are.
+    Where all rights of a scope are missing, it is the binding that is, or role and binding: no rule helps. Where some
+    are there, the role is an older one. The pipeline's own account is bound by the manifests, another identity by hand.
     """
     namespace = next((right.namespace for right in missing if right.namespace), "")
+    unbound = _unbound_scopes(missing, asked)
     ours = _PIPELINE_ACCOUNT.fullmatch(identity)
     if ours is None or (namespace and ours["namespace"] != namespace):
-        return _bind_command(identity, namespace, any(not right.namespace for right in missing))
+        bind = _bind_command(identity, namespace, any(not right.namespace for right in missing))
+        # Of a single refusal nobody knows which it is.
+        return bind if {right.namespace for right in missing} <= unbound else f"{_APPLY_ALL} && {{ {bind}; }}"
     in_namespace = rules_for(right for right in missing if right.namespace)
     cluster_wide = rules_for(right for right in missing if not right.namespace)
-    if len(in_namespace) + len(cluster_wide) > _MAX_RULES_IN_A_COMMAND:
-        return "k2ctl site init --release RELEASE"
+    if unbound or len(in_namespace) + len(cluster_wide) > _MAX_RULES_IN_A_COMMAND:
+        return _APPLY_ALL
     commands = [_patch_command(f"-n {namespace} patch role", in_namespace)] if in_namespace else []
     commands += [_patch_command("patch clusterrole", cluster_wide)] if cluster_wide else []
     return " && ".join(commands)
+
+
+def _unbound_scopes(missing: Iterable[Right], asked: Iterable[Right]) -> set[str]:
+    """Return the namespaces, empty for cluster-wide, of which none of the rights asked about is there."""
+    lacking = set(missing)
+    return {right.namespace for right in lacking & set(asked)} - {right.namespace for right in set(asked) - lacking}
 
 
 def _patch_command(what: str, rules: Sequence[Object]) -> str:
@@ -212,4 +224,5 @@ def _bind_command(identity: str, namespace: str, cluster_wide: bool) -> str:
     user = shlex.quote(f"--user={identity}")
     commands = [f"kubectl -n {namespace} create rolebinding {name} --role={PIPELINE} {user}"] if namespace else []
     commands += [f"kubectl create clusterrolebinding {name} --clusterrole={PIPELINE} {user}"] if cluster_wide else []
-    return " && ".join(commands)
+    # Each by itself: the one that is there already must not keep the other from being made.
+    return "; ".join(commands)

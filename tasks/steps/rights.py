@@ -27,4 +27,4 @@ def _error(ports: Ports, missing: Sequence[Right]) -> Exception:
         identity = ports.cluster.identity()
     except UnavailableError:
         identity = f"the user of context {site.context}"  # a server from before 1.28 does not say
-    return rights_error(identity, missing, f"namespace {site.namespace}, context {site.context}")
+    return rights_error(identity, missing, f"namespace {site.namespace}, context {site.context}", ports.rights)

@@ -199,7 +199,7 @@ def test_many_missing_rights_are_all_in_the_details_and_few_on_the_line():
     assert error.hint.endswith("k2ctl site init --release RELEASE")
 
 
-def test_another_identity_is_bound_to_the_roles():
+def test_another_identity_that_has_nothing_is_bound_to_the_roles():
     elsewhere = replace(PATCH_GROUPS, namespace="kimi")
     in_namespace = [
         "kubectl", "-n", "kimi", "create", "rolebinding", "k2-pipeline-jane-example-com",
@@ -212,11 +212,33 @@ def test_another_identity_is_bound_to_the_roles():
     for missing, command in (
         ([elsewhere], in_namespace),
         ([LIST_NODES], cluster_wide),
-        ([elsewhere, LIST_NODES], [*in_namespace, "&&", *cluster_wide]),
+        ([elsewhere, LIST_NODES], [*in_namespace[:-1], in_namespace[-1] + ";", *cluster_wide]),
     ):
-        assert shlex.split(grant_command("jane@example.com", missing)) == command
+        assert shlex.split(grant_command("jane@example.com", missing, [elsewhere, LIST_NODES])) == command
     # The pipeline of another namespace is somebody else here.
-    assert "rolebinding" in grant_command(ACCOUNT, [elsewhere])
+    assert "rolebinding" in grant_command(ACCOUNT, [elsewhere], [elsewhere])
+
+
+def test_another_identity_that_lacks_some_rights_may_be_bound_to_an_older_role():
+    list_pods = Right("", "pods", "list")
+    bind = "kubectl create clusterrolebinding k2-pipeline-jane --clusterrole=k2-pipeline --user=jane"
+    # It has the one, or was asked about nothing else, so that nobody knows.
+    for asked in ([LIST_NODES, list_pods], []):
+        command = grant_command("jane", [LIST_NODES], asked)
+        assert command == f"k2ctl site init --release RELEASE && {{ {bind}; }}"
+    # All of the one scope, some of the other.
+    mixed = grant_command("jane", [PATCH_GROUPS, LIST_NODES], [PATCH_GROUPS, LIST_NODES, list_pods])
+    assert mixed.startswith("k2ctl site init --release RELEASE && { kubectl -n k2 create rolebinding ")
+    assert mixed.endswith(f"; {bind}; }}")
+
+
+def test_an_account_that_has_nothing_of_a_scope_lacks_the_binding_and_no_rule():
+    list_pods = Right("", "pods", "list")
+    asked = [PATCH_GROUPS, LIST_NODES, list_pods]
+    for missing in ([PATCH_GROUPS], [LIST_NODES, list_pods], [PATCH_GROUPS, LIST_NODES], asked):
+        assert grant_command(ACCOUNT, missing, asked) == "k2ctl site init --release RELEASE"
+    assert grant_command(ACCOUNT, [LIST_NODES], asked).startswith("kubectl patch clusterrole k2-pipeline")
+    assert rights_error(ACCOUNT, [PATCH_GROUPS], "c", asked).hint.endswith("k2ctl site init --release RELEASE")
 
 
 def test_the_command_gives_rules_that_are_the_missing_rights():

@@ -79,3 +79,12 @@ def test_a_server_that_does_not_say_who_we_are_still_gives_the_finding(prepared,
     monkeypatch.setattr(world.cluster, "identity", unknown)
     with pytest.raises(RightsError, match="the user of context none lacks the right to list nodes"):
         check_rights(world.ports())
+
+
+@pytest.mark.parametrize("namespace", ["", "k2"])
+def test_an_account_that_nobody_bound_is_not_given_rules_but_bindings(prepared, namespace):
+    world, _ = prepared
+    world.cluster.removed_rights = {right for right in world.ports().rights if right.namespace == namespace}
+    with pytest.raises(RightsError) as caught:
+        check_rights(world.ports())
+    assert caught.value.hint.endswith("runs: k2ctl site init --release RELEASE")
