@@ -37,8 +37,9 @@ class JobObstacles:
         now = self._ports.clock.now()
         if now - self._looked < _LOOK_S:
             return
-        self._looked = now
         before, self._known = self._known, self._find(waiting, pods)
+        # The end of the look: one that took long is not begun again at once.
+        self._looked = self._ports.clock.now()
         for name, obstacle in self._known.items():
             if name in before and obstacle.summary not in self._said:
                 self._said.add(obstacle.summary)
@@ -51,7 +52,8 @@ class JobObstacles:
         if not idle:
             return {}
         try:
-            nodes, events = self._ports.cluster.list_objects("Node"), self._ports.cluster.list_objects("Event")
+            cluster = self._ports.cluster.impatient
+            nodes, events = cluster.list_objects("Node"), cluster.list_objects("Event")
         except UnavailableError:
             return {}  # an API that does not answer explains nothing
         found = {name: obstacle_of(uid, pods.objects(), nodes, events) for name, uid in idle.items()}

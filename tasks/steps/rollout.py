@@ -20,6 +20,7 @@ from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import put_by_digest
 from tasks.steps.patience import Deadline
 from tasks.steps.placement import place
+from tasks.steps.recent_events import RecentEvents
 from tasks.steps.router_workers import forget_stale_workers, known_workers
 from tasks.steps.staging import require_markers
 
@@ -97,11 +98,12 @@ def _wait_for(ports: Ports, subject: Subject, nodes: Sequence[str], view: _View)
 
 @dataclass(frozen=True)
 class _View:
-    """What a rollout looks at again and again, kept by watches."""
+    """What a rollout looks at again and again, kept by watches; events are listed now and then."""
 
     groups: Mirror
     pods: Mirror
     nodes: Mirror
+    events: RecentEvents
 
     @classmethod
     @contextmanager
@@ -113,7 +115,7 @@ class _View:
             mirror("Pod", labels) as pods,
             mirror("Node", ports.site.node_selector) as nodes,
         ):
-            yield cls(groups, pods, nodes)
+            yield cls(groups, pods, nodes, RecentEvents(ports))
 
 
 def _look(ports: Ports, subject: Subject, view: _View, elapsed_s: float, previous: Readiness | None) -> Readiness:
@@ -122,19 +124,11 @@ def _look(ports: Ports, subject: Subject, view: _View, elapsed_s: float, previou
     up = bool(pods) and all(is_ready(pod) for pod in pods)
     workers = known_workers(ports, subject.serving) if up else None
     groups, nodes = view.groups.objects(), view.nodes.objects()
-    events = _events(ports) if needs_events(groups, pods) else []
+    events = view.events.objects() if needs_events(groups, pods) else []
     state = assess(groups, pods, nodes, workers, elapsed_s, _logs(ports, pods), previous, events)
     if workers and not state.ready:
         forget_stale_workers(ports, subject.serving, workers)
     return state
-
-
-def _events(ports: Ports) -> list[dict[str, Any]]:
-    """Return the namespace's events: they explain, and no rollout ends for want of an explanation."""
-    try:
-        return ports.cluster.list_objects("Event")
-    except UnavailableError:
-        return []
 
 
 def is_ready(pod: dict[str, Any]) -> bool:

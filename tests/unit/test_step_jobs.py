@@ -1,12 +1,15 @@
 """Worker Jobs: created or attached, followed, and their last word taken for what it is."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from tasks.core.errors import IntegrityError, K2Error, NotReadyError, UnavailableError
+from tasks.core.errors import After, IntegrityError, K2Error, NotReadyError, UnavailableError
 from tasks.core.render import render_pull_jobs, render_stage_job
+from tasks.steps.job_obstacles import JobObstacles
 from tasks.steps.jobs import _pinned_to, follow_jobs, run_jobs
+from tasks.steps.patience import PatientCluster
 from tests.fakes.kube_messages import FAILED_CREATE
 from tests.fakes.small_world import TEMPLATES, World, release
 
@@ -279,3 +282,21 @@ def test_events_that_cannot_be_read_keep_no_job_from_ending():
     jobs.cluster.list_objects = blind
     jobs.after(20, lambda: jobs.end("a"))
     assert [result.name for result in jobs.run("a")] == ["a"]
+
+
+def test_what_only_explains_is_not_waited_for():
+    jobs = Jobs()
+    ports, real = jobs.world.ports(), jobs.cluster.list_objects
+
+    def blind(kind, *args, **kwargs):
+        if kind in ("Event", "Node"):
+            raise UnavailableError("K2-UNA-001", "No.", retry=After(1.0))
+        return real(kind, *args, **kwargs)
+
+    jobs.cluster.list_objects = blind
+    patient = PatientCluster(jobs.cluster, jobs.world.clock, jobs.world.progress.say)
+    obstacles = JobObstacles(replace(ports, cluster=patient), "stage")
+    jobs.world.clock.sleep(6.0)
+    with patient.mirror("Pod") as pods:
+        obstacles.look({"a": "uid"}, pods)
+    assert patient.silent_s == 0 and jobs.world.clock.slept == [6.0] and obstacles.first is None

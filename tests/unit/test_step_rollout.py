@@ -1,11 +1,15 @@
 """Step rollout: no group before every marker is right (I2); ready means the router's word too; failures are named."""
 
+import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
-from tasks.core.errors import IntegrityError, NotReadyError, UnavailableError
+from tasks.core.errors import After, IntegrityError, NotReadyError, UnavailableError
 from tasks.steps.documents import get_by_digest, put_lock
+from tasks.steps.patience import PatientCluster
+from tasks.steps.recent_events import RecentEvents
 from tasks.steps.rollout import rollout_step
 from tasks.steps.staging import stage_step
 from tests.fakes.kube_messages import FAILED_CREATE
@@ -174,6 +178,57 @@ def test_events_that_cannot_be_read_end_no_rollout(staged):
     with pytest.raises(NotReadyError) as caught:
         rollout_step(world.ports(), subject, CHOSEN)
     assert caught.value.code == "K2-RDY-001" and "Not ready after" in caught.value.summary
+
+
+def count_event_reads(world, fail=False):
+    """Return the times at which events were listed, a list that grows."""
+    real, read = world.cluster.list_objects, []
+
+    def counted(kind, *args, **kwargs):
+        if kind == "Event":
+            read.append(world.clock.now())
+            if fail:
+                raise UnavailableError("K2-UNA-001", "No.", retry=After(1.0))
+        return real(kind, *args, **kwargs)
+
+    world.cluster.list_objects = counted
+    return read
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_events_are_read_every_few_seconds_at_most_and_what_they_said_is_kept(staged, fail):
+    world, subject = staged
+    refuse_pods(world, subject.serving)
+    read = count_event_reads(world, fail)
+    with pytest.raises(NotReadyError) as caught:
+        rollout_step(world.ports(), subject, CHOSEN)
+    assert len(read) > 10 and min(b - a for a, b in itertools.pairwise(read)) >= 5.0
+    assert ("Quota gpus" in caught.value.summary) is not fail
+
+
+def test_events_that_are_read_once_explain_though_they_cannot_be_read_again(staged):
+    world, subject = staged
+    refuse_pods(world, subject.serving)
+    events = RecentEvents(world.ports())
+    before = events.objects()
+    assert [event["reason"] for event in before] == ["FailedCreate"]
+    read = count_event_reads(world, fail=True)
+    world.clock.sleep(6.0)
+    assert events.objects() == before and len(read) == 1
+
+
+def test_events_that_cannot_be_read_cost_no_waiting(staged):
+    """The patience of flows is for what they need; nothing needs an explanation."""
+    world, subject = staged
+    refuse_pods(world, subject.serving)
+    read = count_event_reads(world, fail=True)
+    ports = world.ports()
+    patient = PatientCluster(world.cluster, world.clock, world.progress.say)
+    with pytest.raises(NotReadyError):
+        rollout_step(replace(ports, cluster=patient), subject, CHOSEN)
+    assert read and patient.silent_s == 0
+    assert not any("no answer" in line for line in world.progress.lines)
+    assert max(world.clock.slept) < 1.0
 
 
 def test_a_node_that_is_lost_during_the_rollout_is_named_within_half_a_minute(staged):
