@@ -264,6 +264,6 @@ def _content(obj: Mapping[str, Any]) -> Object:
 
 def _waiting(error: K2Error, waited_s: float, left_s: float) -> str:
     return (
-        f"Kubernetes API: no usable answer for {waited_s:.0f} s ({error.summary}) Pods, routers and weights stay as they "
-        f"are; waiting, gives up in {left_s:.0f} s; kubectl get --raw /readyz shows whether it answers"
+        f"Kubernetes API: no usable answer for {waited_s:.0f} s ({error.summary}) Pods, routers and weights stay as "
+        f"they are; waiting, gives up in {left_s:.0f} s; kubectl get --raw /readyz shows whether it answers"
     )
