@@ -192,7 +192,7 @@ GUARDS = (
         "I5",
         "an API server that has just come back and refuses everybody is doubted",
         "tasks/steps/patience.py",
-        "self._clock.now() - refused_at >= _REFUSAL_S",
+        "self._clock.now() - doubted_at >= _doubt_s(error)",
         "True",
         ("tests/unit/test_step_patience.py::test_an_api_server_that_comes_back_refuses_everybody_for_a_moment",),
     ),
@@ -206,11 +206,33 @@ GUARDS = (
     ),
     Guard(
         "I5",
-        "time in which the API was away is no bake",
+        "a bake begins anew after an outage of the API",
         "tasks/steps/shifting.py",
-        "        return self.ports.clock.now() - (self.ports.cluster.silent_s - self.silent_at_since_s)\n",
-        "        return self.ports.clock.now()\n",
-        ("tests/unit/test_step_traffic.py::test_a_bake_begins_anew_after_an_outage",),
+        "            self.state = replace(self.on_route, since=self.ports.clock.now())\n",
+        "            pass\n",
+        ("tests/unit/test_shift_outages.py::test_a_bake_begins_anew_after_an_outage",),
+    ),
+    Guard(
+        "I3",
+        "what a shift decides from what was just seen is not written minutes later",
+        "tasks/steps/shifting.py",
+        "    quick = replace(ports, cluster=ports.cluster.impatient)\n",
+        "    quick = ports\n",
+        (
+            "tests/unit/test_shift_outages.py"
+            "::test_a_step_that_an_outage_met_is_not_taken_after_it_on_what_was_seen_before",
+        ),
+    ),
+    Guard(
+        "I3",
+        "another's lease is taken only when it was seen unchanged for its duration",
+        "tasks/core/lease.py",
+        "    if unwatched or not state.expired(now):\n",
+        "    if not state.expired(now):\n",
+        (
+            "tests/unit/test_step_patience.py"
+            "::test_who_waits_for_the_lease_does_not_take_it_for_an_outage_that_kept_everybody_from_renewing",
+        ),
     ),
     Guard(
         "I8",
