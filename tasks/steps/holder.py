@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from tasks.core.errors import ConflictError, K2Error, UnavailableError
+from tasks.core.errors import After, ConflictError, K2Error, UnavailableError
 from tasks.core.lease import LEASE, LeaseState, lease_spec, read_lease, released, take
 from tasks.core.route import LIVE_ROUTE, PREFIX
 from tasks.steps.context import Ports
@@ -67,8 +67,11 @@ class TrafficHolder:
             try:
                 patiently(self._ports, self._take, self.patience_s)
                 return
-            except UnavailableError:
+            except UnavailableError as error:
+                if not isinstance(error.retry, After):
+                    raise
                 self._patient.cluster.get("Lease", LEASE)  # comes back when the API does, or gives up
+                clock.sleep(_RETRY_S)
             except ConflictError as error:
                 pause = getattr(error.retry, "seconds", 0.5)
                 if clock.now() + pause > deadline:

@@ -314,3 +314,33 @@ def test_who_waits_for_the_lease_does_not_take_it_for_an_outage_that_kept_everyb
     TrafficHolder(world.ports("run-2")).acquire(2 * world.site.lease_duration_s)  # and a dead one is taken over
     with pytest.raises(ConflictError):
         holder.renew()
+
+
+def test_a_lease_that_may_not_be_written_is_said_and_not_tried_for_ever():
+    from tasks.steps.holder import TrafficHolder
+
+    world = World()
+    real, began = world.cluster.create, world.clock.at
+
+    def refuse(obj):
+        if obj["kind"] == "Lease":
+            raise UnavailableError("K2-UNA-001", "Refused.", where="lease", retry=Never())
+        return real(obj)
+
+    world.cluster.create = refuse
+    with pytest.raises(UnavailableError) as caught:
+        TrafficHolder(world.ports("run-1")).acquire(30)
+    assert caught.value.summary == "Refused."
+    assert world.clock.at - began < 60
+
+
+def test_a_lease_is_taken_when_an_outage_is_over():
+    from tasks.steps.holder import TrafficHolder
+
+    world = World()
+    flaky = Flaky(world.cluster, world.clock)
+    ports = world.ports("run-1")
+    ports = type(ports)(**{**vars(ports), "cluster": PatientCluster(flaky, world.clock, lambda line: None)})
+    flaky.away_until = world.clock.now() + 120
+    TrafficHolder(ports).acquire(30)
+    assert read_lease(world.cluster.get("Lease", LEASE)).holder == "run-1"
