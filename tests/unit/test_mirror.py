@@ -214,6 +214,26 @@ def test_a_refusal_after_a_list_is_doubted_until_the_limit():
         assert caught.value.summary == "refused"
 
 
+def test_a_version_that_no_watch_confirms_is_given_up_for_a_new_list():
+    """After etcd was restored the version is from the future: each watch is refused, and lists work."""
+    server = Server(pod("a", 1))
+    versions = iter(["1000", "12"])
+    objects = server.list_all
+    server.list_all = lambda: (objects()[0], next(versions, "12"))  # type: ignore[method-assign]
+    watch = server.watch
+
+    def refuse(version: str, window_s: float, silence_s: float) -> Stream:
+        if version == "1000":
+            raise UnavailableError("K2-UNA-001", "Too large resource version.", where="Pod", retry=After(1.0))
+        return watch(version, window_s, silence_s)
+
+    server.watch = refuse  # type: ignore[method-assign]
+    server.scripts = [ending]
+    with KubeMirror(server, "Pod", TIMES) as mirror:
+        eventually(lambda: server.watched[:1] == ["12"])
+        assert names(mirror) == ["a"]
+
+
 def test_leaving_ends_the_thread():
     server = Server(pod("a", 1))
     mirror = KubeMirror(server, "Pod", WatchTimes(60, 1, 60))
