@@ -53,7 +53,7 @@ bench: setup ## one benchmark: make bench BENCH=name; the last line is one JSON 
 	@test -n "$(BENCH)" || { ls tests/bench/*.py | sed 's|.*/||; s|\.py$$||; s/^/BENCH=/'; exit 2; }
 	@$(BIN)/python tests/bench/$(BENCH).py
 
-test-rehearsal: setup ## scenarios on real servers: again, limits, arguments, kills, injections (about 15 minutes)
+test-rehearsal: setup ## scenarios on real servers: again, limits, arguments, kills, injections, outages (about half an hour)
 	@$(BIN)/python -m pytest -q --timeout=900 tests/rehearsal
 
 test-kubelet: setup ## opt-in, as root: worker Jobs as pods of a real kubelet and containerd; puts the machine back (3 minutes)
