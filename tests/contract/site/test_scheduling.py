@@ -11,13 +11,13 @@ import pytest
 from infra.rehearsal.apiserver import ApiError
 from tasks.core.demand import demand_of
 from tasks.core.diagnosis import MISSING, NODE_LOST, Diagnosis
-from tasks.core.errors import CapacityError, NotReadyError
+from tasks.core.errors import CapacityError
 from tasks.core.readiness import Readiness, not_ready_error
 from tasks.core.render import render_probe_job, render_serving
 from tasks.core.scheduling import AFFINITY, CORDON, RESOURCE, TAINT, read_verdict
 from tasks.steps.capacity import make_release_plan, preflight_step
 from tasks.steps.jobs import run_jobs
-from tasks.steps.rollout import _check_chosen, _View
+from tasks.steps.rollout import _chosen_problem, _View
 from tests.contract.site.sixteen_nodes import (
     NODES,
     SixteenNodes,
@@ -133,10 +133,10 @@ def test_cordoned_and_tainted_nodes_take_no_pod_keep_their_own_and_are_named(nod
     assert f"{cordoned}: cordoned" in diagnosis.detail and f"{tainted}: tainted repair" in diagnosis.detail
     assert f"kubectl uncordon {' '.join(sorted((kept, cordoned)))}" in diagnosis.resolution
     assert f"kubectl taint node {tainted} repair-" in diagnosis.resolution
-    with _View.of(nodes.ports, nodes.subject.serving) as view, pytest.raises(NotReadyError) as caught:
-        _check_chosen(nodes.ports, view, [cordoned])
-    assert (caught.value.where, caught.value.got) == (cordoned, "cordoned")
-    assert "closed to pods" in caught.value.summary
+    with _View.of(nodes.ports, nodes.subject.serving) as view:
+        problem = _chosen_problem(nodes.ports, view, [cordoned])
+    assert problem is not None and (problem.where, problem.got) == (cordoned, "cordoned")
+    assert "closed to pods" in problem.summary
     nodes.cordon(cordoned, on=False)
     wait_for("placed", lambda: (nodes.pod(diagnosis.pod) or {})["spec"].get("nodeName") == cordoned)
 
