@@ -82,7 +82,7 @@ def weed_executable() -> Path:
 
 
 def start(supervisor: Supervisor, *, host: str = "127.0.0.1", name: str = "object-store") -> ObjectStore:
-    """Start SeaweedFS in <site>/store with random keys; wait until it answers a signed request."""
+    """Start SeaweedFS in <site>/store with random keys; wait until it has volumes and answers a signed request."""
     directory, executable = supervisor.site_dir / "store", weed_executable()
     (directory / "data").mkdir(parents=True, exist_ok=True)
     keys = S3Keys(secrets.token_hex(10), secrets.token_hex(20))
@@ -97,13 +97,25 @@ def start(supervisor: Supervisor, *, host: str = "127.0.0.1", name: str = "objec
         unset=("WEED_",),
         cwd=directory,
         address=f"http://{host}:{port}",
-        ready=lambda: _request(host, port, keys, "GET", "/")[0] == 200,
+        ready=lambda: _has_volumes(host, ports[0]) and _request(host, port, keys, "GET", "/")[0] == 200,
         ready_within_s=60,
         grace_s=2,  # its own gRPC streams keep a graceful stop waiting for good
         leavings=tuple(f"/tmp/seaweedfs-{part}-grpc-{number}.sock" for part, number in grpc.items()),
     )
     child = supervisor.start(spec)
     return ObjectStore(spec.address, host, port, keys, _running_version(host, port), child)
+
+
+def _has_volumes(host: str, master_port: int) -> bool:
+    """Say whether the volume server has reported to the master.
+
+    Until it has, the gateway lists objects and answers 500 to whoever reads one: seen for up to 4 s after a SIGKILL.
+    """
+    connection = http.client.HTTPConnection(host, master_port, timeout=_REQUEST_TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request("GET", "/dir/status")
+        response = connection.getresponse()
+        return response.status == 200 and json.loads(response.read())["Topology"]["Max"] > 0
 
 
 def _running_version(host: str, port: int) -> str:
