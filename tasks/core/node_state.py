@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tasks.core.lease import parse_micro_time
+
 Object = Mapping[str, Any]
 
 _REPELLING = ("NoSchedule", "NoExecute")
@@ -14,12 +16,26 @@ def why_unusable(node: Object, tolerations: Iterable[Object] = ()) -> str:
     """Return why a node takes no pod with these tolerations, in few words; empty if it does."""
     if _spec(node).get("unschedulable"):
         return "cordoned"
-    conditions = (node.get("status") or {}).get("conditions") or ()
-    ready = next((c for c in conditions if c["type"] == "Ready"), None)
-    if ready is None or ready["status"] != "True":
-        return f"not Ready ({(ready or {}).get('reason', 'no status')})"
+    ready = _ready(node)
+    if ready.get("status") != "True":
+        return f"not Ready ({ready.get('reason', 'no status')})"
     key = repelling_taint(node, tolerations)
     return f"tainted {key}" if key else ""
+
+
+def lately_ready(node: Object, now: float, within_s: float) -> bool:
+    """Say whether a node is not Ready, and was until less than so many seconds ago (or by an odd clock: will be).
+
+    After an API server's outage the node controller takes every node for lost until it has heard of it again.
+    """
+    ready = _ready(node)
+    changed = parse_micro_time(ready.get("lastTransitionTime"))
+    return ready.get("status") in ("False", "Unknown") and abs(now - changed) < within_s
+
+
+def _ready(node: Object) -> Object:
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    return next((c for c in conditions if c["type"] == "Ready"), {})
 
 
 def engine_tolerations(templates: Mapping[str, Any]) -> tuple[Object, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from tasks.core.arguments import check_arguments
 from tasks.core.errors import InputError, IntegrityError, NotReadyError, RightsError
 from tasks.core.identity import sha256_hex
-from tasks.core.node_state import engine_tolerations, why_unusable
+from tasks.core.node_state import engine_tolerations, lately_ready, why_unusable
 from tasks.core.plan import LiveRelease, NodeFacts, Occupant, Plan, make_plan, plan_rows
 from tasks.core.render import RELEASE_ANNOTATION, SERVING_LABEL, render_probe_job, render_serving
 from tasks.core.route import LIVE_ROUTE, read_route
@@ -19,6 +19,7 @@ from tasks.core.units import format_bytes
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import live_release
 from tasks.steps.jobs import run_jobs
+from tasks.steps.patience import Deadline
 from tasks.steps.quotas import check_room
 from tasks.steps.receipts import check_immutable, is_recorded
 from tasks.steps.rights import check_rights
@@ -29,6 +30,30 @@ _STAGED_PREFIX = "staged.k2-release.io/"
 _CONFIG_MAX_BYTES = 1_000_000
 _PROBE_DEADLINE_S = 300.0
 _ENDED = ("Succeeded", "Failed")
+_NODE_PATIENCE_S = 30.0
+_NODE_POLL_S = 1.0
+
+
+def wait_for_nodes(ports: Ports) -> None:
+    """Wait, half a minute at most, for nodes of the pool that were Ready until half a minute ago.
+
+    Without it a plan that is made just after an outage of the API server does without good nodes, or fails.
+    """
+    deadline, said = Deadline(ports, _NODE_PATIENCE_S), False
+    while lost := _lately_lost(ports):
+        if deadline.passed:
+            return
+        if not said:
+            ports.progress.say(
+                f"nodes: {', '.join(lost)} not Ready since a moment ago; waiting {_NODE_PATIENCE_S:.0f} s"
+            )
+            said = True
+        ports.clock.sleep(_NODE_POLL_S)
+
+
+def _lately_lost(ports: Ports) -> list[str]:
+    nodes, now = ports.cluster.list_objects("Node", ports.site.node_selector), ports.clock.now()
+    return [str(node["metadata"]["name"]) for node in nodes if lately_ready(node, now, _NODE_PATIENCE_S)]
 
 
 def read_nodes(ports: Ports, serving: str) -> list[NodeFacts]:
@@ -107,6 +132,7 @@ def make_release_plan(ports: Ports, subject: Subject) -> Plan:
 
 
 def _make_plan(ports: Ports, subject: Subject) -> Plan:
+    wait_for_nodes(ports)
     objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
     return make_plan(
         subject.release,
@@ -219,6 +245,7 @@ def _probe_disks(ports: Ports, subject: Subject, nodes: Sequence[str]) -> list[d
 
 def _check_nodes(ports: Ports, subject: Subject, chosen: Sequence[str]) -> list[str]:
     """Raise NotReadyError if a chosen node has a problem; return all nodes that weights are staged on."""
+    wait_for_nodes(ports)
     facts = {node.name: node for node in read_nodes(ports, subject.serving)}
     problems = []
     for name in chosen:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
@@ -47,6 +48,41 @@ def test_whether_a_node_is_usable(spec, status, why):
     change_node(world, "node-1", spec=spec, status=status)
     facts = read_nodes(world.ports(), "x")[0]
     assert (facts.usable, facts.why_not) == (not why, why)
+
+
+def lose_node(world, name, seconds_ago):
+    since = datetime.fromtimestamp(world.clock.at - seconds_ago, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    unknown = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown", "lastTransitionTime": since}
+    change_node(world, name, status={"conditions": [unknown]})
+
+
+def test_nodes_that_an_outage_took_for_lost_are_waited_for():
+    world, subject = prepared()
+    lose_node(world, "node-1", 3)
+    back = world.clock.at + 12
+    world.clock.on_sleep.append(lambda now: change_node(world, "node-1", status=READY) if now >= back else None)
+    plan, _ = plan_step(world.ports(), subject)
+    assert plan.nodes == CHOSEN
+    assert sum("node-1 not Ready since a moment ago" in line for line in world.progress.lines) == 1
+
+
+def test_a_node_that_stays_away_is_given_up_and_one_long_lost_is_not_waited_for():
+    world, subject = prepared()
+    lose_node(world, "node-1", 3)
+    began = world.clock.at
+    assert "node-1" not in plan_step(world.ports(), subject)[0].nodes
+    assert 26 <= world.clock.at - began <= 33
+    began = world.clock.at
+    assert "node-1" not in plan_step(world.ports(), subject)[0].nodes
+    assert world.clock.at == began
+
+
+def test_preflight_waits_for_a_chosen_node_as_well():
+    world, subject = prepared()
+    lose_node(world, "node-2", 1)
+    back = world.clock.at + 20
+    world.clock.on_sleep.append(lambda now: change_node(world, "node-2", status=READY) if now >= back else None)
+    assert [row["node"] for row in preflight_step(world.ports(), subject, CHOSEN)["nodes"]] == list(CHOSEN)
 
 
 def test_gpus_in_use_are_those_of_pods_that_have_not_ended():
