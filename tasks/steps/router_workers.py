@@ -6,7 +6,8 @@ is deleted meanwhile stays a healthy worker that gets requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tasks.core.errors import K2Error, NotReadyError
 from tasks.core.render import SERVING_LABEL
@@ -29,19 +30,23 @@ def known_workers(ports: Ports, serving: str) -> list[Object] | None:
 
 
 def forget_stale_workers(ports: Ports, serving: str, workers: Sequence[Object]) -> list[str]:
-    """Have the router forget the workers whose pods are gone, and return their addresses.
+    """Have the router forget the workers whose pods are gone, and return the addresses of those it agreed to forget.
 
-    The pods are listed now: a mirror that lags behind the router's own watch would make a new worker look stale, and
-    the router would not find that one again.
+    One that it refuses to forget is said, and is there at the next look. The pods are listed now: a mirror that lags
+    behind the router's own watch would make a new worker look stale, and the router would not find that one again.
     """
     pods = ports.cluster.list_objects("Pod", {SERVING_LABEL: serving})
-    stale = stale_workers(pods, workers)
-    for worker in stale:
-        ports.progress.say(
-            f"router: {worker.get('url')} is no pod of this set any more; the router is told to forget it"
-        )
+    return [str(worker.get("url")) for worker in stale_workers(pods, workers) if _forget(ports, serving, worker)]
+
+
+def _forget(ports: Ports, serving: str, worker: Mapping[str, Any]) -> bool:
+    ports.progress.say(f"router: {worker.get('url')} is no pod of this set any more; the router is told to forget it")
+    try:
         ports.engine.forget_worker(serving, str(worker["id"]))
-    return [str(worker.get("url")) for worker in stale]
+    except K2Error as error:
+        ports.progress.say(f"router: {worker.get('url')} is not forgotten yet: {error}")
+        return False
+    return True
 
 
 def settle_workers(ports: Ports, serving: str) -> None:

@@ -44,6 +44,43 @@ def test_a_ghost_keeps_a_rollout_from_being_ready_until_it_is_forgotten(up):
     assert "second" in up.engine.forgotten
 
 
+def refuse(up, times):
+    """Have the router refuse so many requests to forget a worker."""
+    real, left = up.engine.forget_worker, [times]
+
+    def forget(serving, worker_id):
+        if left[0]:
+            left[0] -= 1
+            raise UnavailableError("K2-UNA-001", "The router does not forget a worker: HTTP 503.")
+        real(serving, worker_id)
+
+    up.engine.forget_worker = forget
+
+
+def test_a_router_that_refuses_for_a_while_to_forget_is_asked_again(up):
+    up.engine.stale[up.serving] = [dict(GHOST)]
+    refuse(up, 3)
+    settle_workers(up.world.ports(), up.serving)
+    assert up.engine.forgotten == {"ghost"}
+    assert sum("not forgotten yet" in line for line in up.world.progress.lines) == 3
+
+
+def test_a_refusal_does_not_keep_the_router_from_forgetting_the_others_nor_ends_a_rollout(up):
+    up.engine.stale[up.serving] = [dict(GHOST), {**GHOST, "id": "second"}]
+    refuse(up, 1)
+    rollout_step(up.world.ports(), up.subject, [seat["node"] for seat in _seats(up)])
+    assert up.engine.forgotten == {"ghost", "second"}
+
+
+def test_a_ghost_that_is_never_forgotten_ends_smoke_with_what_the_router_knows(up):
+    up.engine.stale[up.serving] = [dict(GHOST)]
+    refuse(up, 10**6)
+    with pytest.raises(NotReadyError) as caught:
+        smoke_step(up.world.ports(), up.subject)
+    assert caught.value.code == "K2-RDY-001"
+    assert "127.9.9.9" in caught.value.got
+
+
 def _seats(up):
     pods = up.world.cluster.list_objects("Pod", {"k2-release.io/serving": up.serving})
     engines = [pod for pod in pods if pod["metadata"]["labels"]["k2-release.io/role"] != "router"]
