@@ -115,6 +115,27 @@ def test_a_node_that_comes_back_in_time_is_not_lost():
     assert jobs.follow({"a": "node-1"})[0].message == {"ok": 1}
 
 
+def test_the_time_of_an_outage_is_not_a_nodes_silence():
+    """The node is not Ready just before the API goes away for 50 s, and for 20 s after it is back."""
+    jobs = Jobs()
+    real, away_from = jobs.cluster.list_objects, jobs.world.clock.at + 12
+    away_until = away_from + 50
+
+    def list_objects(kind, labels=None, **scope):
+        if away_from <= jobs.world.clock.at < away_until:
+            raise UnavailableError("K2-UNA-001", "No.", retry=After(1))
+        return real(kind, labels, **scope)
+
+    jobs.cluster.list_objects = list_objects
+    jobs.after(9, lambda: jobs.ready("node-1", "Unknown"))
+    jobs.after(82, lambda: jobs.ready("node-1", "True"))
+    jobs.after(90, lambda: jobs.end("a"))
+    patient = PatientCluster(jobs.cluster, jobs.world.clock, jobs.world.progress.say)
+    ports = replace(jobs.world.ports(), cluster=patient)
+    assert follow_jobs(ports, "stage", [job("a", "node-1")], 100, 7200.0, stop_at_failure=False)[0].message == {"ok": 1}
+    assert patient.silent_s > 40
+
+
 def test_an_api_that_does_not_list_nodes_says_nothing_about_them():
     jobs = Jobs()
     real = jobs.cluster.list_objects

@@ -106,3 +106,29 @@ def test_a_release_that_was_edited_meanwhile_is_the_same_release(it, monkeypatch
     with pytest.raises(RevertedError):
         step(FAILED)
     assert it.weights() == (100, 0)
+
+
+@pytest.mark.parametrize("error", [FAILED, KeyboardInterrupt()])
+def test_an_api_that_is_away_does_not_hide_what_failed_first(it, monkeypatch, error):
+    cut_off(it)
+
+    def away(order, **options):
+        raise UnavailableError("K2-UNA-001", "The Kubernetes API has not answered for 60 s.")
+
+    said = []
+    monkeypatch.setattr(traffic, "connect", away)
+    monkeypatch.setattr(traffic, "get_run_logger", lambda: Logger(said))
+    with pytest.raises(type(error)) as caught:
+        step(error)
+    assert caught.value is error
+    assert said == [
+        f"shift: not looked whether {NEW.id} has users: K2-UNA-001 The Kubernetes API has not answered for 60 s."
+    ]
+
+
+class Logger:
+    def __init__(self, said):
+        self._said = said
+
+    def error(self, text):
+        self._said.append(text)
