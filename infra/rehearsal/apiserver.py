@@ -16,12 +16,12 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra.rehearsal import audit
+from infra.rehearsal import audit, crds
 from infra.rehearsal.binaries import ControlPlaneBinaries, ensure_control_plane
 from infra.rehearsal.certificates import Authority, KeyPair, service_account_key, write_private
 from infra.rehearsal.errors import SiteError
@@ -188,11 +188,12 @@ def start(
     host: str = "127.0.0.1",
     kubelet_ca: Path | None = None,
     extra_apiserver_flags: tuple[str, ...] = (),
+    definitions: Iterable[Path] = (),
 ) -> ControlPlane:
     """Start the four programs on the loopback address and wait until ServiceAccounts appear.
 
-    ``kubelet_ca`` is the CA of the kubelets' serving certificates; our own by default. The programs that are kept
-    running by a kept site need nothing of this program afterwards.
+    ``kubelet_ca`` is the CA of the kubelets' serving certificates; our own by default. ``definitions`` are installed
+    before the controllers start, as the garbage collector looks for new kinds every 30 s only.
     """
     ports = free_ports(5, host)
     layout = _Layout(host, supervisor.site_dir, binaries, *ports)
@@ -208,6 +209,7 @@ def start(
     apiserver = supervisor.start(_apiserver(layout, admin, ca, extra_apiserver_flags), wait=False)
     supervisor.wait_ready(etcd)
     supervisor.wait_ready(apiserver)
+    crds.install(admin, definitions)
     controller_manager = supervisor.start(_controller_manager(layout, admin), wait=False)
     scheduler = supervisor.start(_scheduler(layout), wait=False)
     supervisor.wait_ready(controller_manager)

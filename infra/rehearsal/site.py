@@ -221,8 +221,7 @@ class RehearsalSite:
         self._versions["object-store"] = store.version
 
     def _start_control_plane(self, binaries: ControlPlaneBinaries) -> None:
-        plane = apiserver.start(self.supervisor, binaries)
-        crds.install(plane.admin, crds.ensure_files(self.report))
+        plane = apiserver.start(self.supervisor, binaries, definitions=crds.ensure_files(self.report))
         self._control_plane = plane
         self._versions.update(plane.versions())
 

@@ -131,9 +131,9 @@ def agent_site(directory: Path, *, groups: bool) -> Iterator[Site]:
     """Start everything in the directory; stop it at the end."""
     with SubnetLease.acquire() as lease, Supervisor(directory, hold_fds=[lease.fileno()]) as supervisor:
         (directory / "subnet").write_text(str(lease.network.network_address))
-        plane = apiserver.start(supervisor, ensure_control_plane(print))
+        definitions = crds.GROUP_FILES.ensure(print) if groups else ()
+        plane = apiserver.start(supervisor, ensure_control_plane(print), definitions=definitions)
         if groups:
-            crds.install(plane.admin, crds.GROUP_FILES.ensure(print))
             lws_manager.start(supervisor, plane, lws_manager.prepare(print))
         accounts.install(plane)
         started = Site(directory, plane, supervisor)

@@ -27,8 +27,8 @@ from infra.rehearsal.processes import ProcessSpec, Supervisor, free_ports
 from tasks.adapters.cluster import KubeCluster
 from tasks.core.render import render_base
 from tasks.specs import load_base, load_site
+from tests.contract.slow_relay import relayed
 from tests.kubelet import host_state, image, node, packages, putting_back
-from tests.kubelet.relay import relayed
 
 NAMESPACE, BUCKET = "k2", "k2-kubelet"
 CONTEXT = "k2-rehearsal"
@@ -141,8 +141,8 @@ def running(say: Say, outcome: Outcome, wait: Callable[[str, Callable[[], bool]]
             supervisor,
             binaries,
             extra_apiserver_flags=("--authorization-mode=Node", "--enable-admission-plugins=NodeRestriction"),
+            definitions=crds.ensure_files(say),
         )
-        crds.install(plane.admin, crds.ensure_files(say))
         began = time.monotonic()
         node.start_kubelet(supervisor, kubelet, plane, containerd, network)
         say(f"kubelet: node {node.NAME} Ready {time.monotonic() - began:.1f} s after its start")

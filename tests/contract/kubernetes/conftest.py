@@ -11,6 +11,7 @@ from infra.rehearsal.binaries import ensure_control_plane
 from infra.rehearsal.processes import Supervisor
 from tasks.adapters.cluster import KubeCluster
 from tasks.ports import Cluster
+from tests.contract.kubernetes.faulty_proxy import HttpProxy, TcpProxy
 from tests.contract.kubernetes.sides import NAMESPACE, Side, client, eventually, fake_side, namespace, real_side
 
 
@@ -26,8 +27,8 @@ def plane(supervisor: Supervisor) -> apiserver.ControlPlane:
     """A real control plane with the site's custom resources and namespace."""
     # Without a cache of Secrets their lists and watches know what etcd knows, and no more: see the compaction cases.
     flags = ("--watch-cache-sizes=secrets#0",)
-    started = apiserver.start(supervisor, ensure_control_plane(print), extra_apiserver_flags=flags)
-    crds.install(started.admin, crds.ensure_files(print))
+    programs, definitions = ensure_control_plane(print), crds.ensure_files(print)
+    started = apiserver.start(supervisor, programs, extra_apiserver_flags=flags, definitions=definitions)
     started.admin.request("POST", "/api/v1/namespaces", namespace(NAMESPACE))
     # Without it every pod is refused.
     eventually(lambda: started.admin.answers(f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/default"), 60)
@@ -60,6 +61,20 @@ def cluster(side: Side) -> Cluster:
 def server(plane: apiserver.ControlPlane) -> KubeCluster:
     """The adapter on the real API server, for wire cases."""
     return client(plane)
+
+
+@pytest.fixture
+def wire(plane: apiserver.ControlPlane) -> Iterator[TcpProxy]:
+    """A proxy before the API server that knows bytes and connections."""
+    with TcpProxy(plane.url) as wire:
+        yield wire
+
+
+@pytest.fixture
+def proxy(plane: apiserver.ControlPlane) -> Iterator[HttpProxy]:
+    """A proxy before the API server that knows requests."""
+    with HttpProxy(plane) as proxy:
+        yield proxy
 
 
 @pytest.fixture

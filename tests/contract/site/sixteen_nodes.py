@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,6 +40,7 @@ from tasks.steps.context import Ports, Subject
 from tasks.steps.rollout import _look, _View
 from tasks.steps.weights import make_accepted_lock
 from tasks.wiring import pipeline_rights
+from tests.contract.agent_site import wait_for
 from tests.fakes.checkpoints import REPO, REVISION
 from tests.fakes.memory_cluster import MemoryCluster
 from tests.fakes.memory_engine import MemoryEngine, MemoryStats
@@ -61,17 +61,6 @@ _MERGE = "application/merge-patch+json"
 
 T = TypeVar("T")
 Object = dict[str, Any]
-
-
-def wait_for(what: str, probe: Callable[[], T | None], timeout_s: float = 60.0) -> T:
-    """Return what a probe finds as soon as it finds something."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        found = probe()
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(0.1)
 
 
 def condition(obj: Object, kind: str) -> Object:
@@ -292,9 +281,9 @@ def the_release() -> Release:
 def sixteen_nodes(directory: Path) -> Iterator[SixteenNodes]:
     """Start the control plane, 16 nodes and our base objects; stop everything at the end."""
     with SubnetLease.acquire() as lease, Supervisor(directory, hold_fds=[lease.fileno()]) as supervisor:
-        plane = apiserver.start(supervisor, ensure_control_plane(print))
+        definitions = crds.ensure_files(print)
+        plane = apiserver.start(supervisor, ensure_control_plane(print), definitions=definitions)
         admin = KubeCluster(str(plane.kubeconfig), "k2-rehearsal", NAMESPACE)
-        crds.install(plane.admin, crds.ensure_files(print))
         for obj in render_base(load_base(), site(), IMAGES.tool):
             if obj["kind"] not in _NOT_HERE:
                 admin.apply(obj)
