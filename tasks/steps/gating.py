@@ -281,13 +281,3 @@ def _conclude(ports: Ports, subject: Subject, verdict: Verdict, extra: Mapping[s
         ),
         details={"verdict": plain(verdict), **extra},
     )
-
-
-def check_router(ports: Ports, subject: Subject) -> None:
-    """Check that the candidate's router says it can route.
-
-    Raises:
-        UnavailableError: it does not (yet).
-    """
-    if not ports.engine.router_ready(subject.serving):
-        raise UnavailableError("K2-UNA-001", "The candidate's router is not ready.", where=subject.router_service)

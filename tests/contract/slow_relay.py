@@ -1,4 +1,4 @@
-"""A TCP relay on the pods' network: to servers that listen on loopback only, and slow from a point on if wanted."""
+"""A TCP relay to a server: on an address that the server does not listen on, and slow from a point on if wanted."""
 
 from __future__ import annotations
 

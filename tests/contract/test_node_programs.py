@@ -8,17 +8,14 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -30,6 +27,7 @@ from tasks.adapters.store import S3Store, StoreCredentials
 from tasks.core.lock import Lock, LockedFile, classify, make_lock
 from tasks.core.marker import MARKER_FILE
 from tasks.node.verified_file import PARTIAL_DIR
+from tests.contract.slow_relay import relayed
 
 REPO = "moonshotai/Kimi-K2-Instruct"
 BIG = "model-1-of-2.safetensors"
@@ -104,33 +102,9 @@ def slowed(site: Site, variable: str, after_bytes: int) -> Iterator[Site]:
 
     Half a minute of a transfer that is in its middle: whoever wants to end a program there has the time to.
     """
-    target = urlsplit(site.environment[variable])
-    through, lock = 0, threading.Lock()
-
-    def relay(source: socket.socket, sink: socket.socket, *, answers: bool) -> None:
-        nonlocal through
-        with contextlib.suppress(OSError):
-            while block := source.recv(64 * 1024):
-                with lock:
-                    through += len(block) if answers else 0
-                    is_late = answers and through > after_bytes
-                time.sleep(len(block) / SLOW_BYTES_PER_S if is_late else 0)
-                sink.sendall(block)
-            sink.shutdown(socket.SHUT_WR)
-
-    def serve(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                server = socket.create_connection((target.hostname, target.port), 30)
-                for ends, answers in (((client, server), False), ((server, client), True)):
-                    threading.Thread(target=relay, args=ends, kwargs={"answers": answers}, daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        yield replace(site, environment=site.environment | {variable: url})
-        listener.shutdown(socket.SHUT_RDWR)
+    url = site.environment[variable]
+    with relayed(url, "127.0.0.1", slow_after_bytes=after_bytes, bytes_per_s=SLOW_BYTES_PER_S) as slow:
+        yield replace(site, environment=site.environment | {variable: slow})
 
 
 class Program:

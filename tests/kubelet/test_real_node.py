@@ -35,11 +35,11 @@ from tasks.steps.context import Ports, Subject
 from tasks.steps.jobs import JobResult, run_jobs
 from tasks.steps.staging import stage_step
 from tasks.steps.weights import blobs_present, pull_step
+from tests.contract.slow_relay import relayed
 from tests.kubelet.conftest import Running, wait_for
 from tests.kubelet.machine import NAMESPACE, Machine
 from tests.kubelet.node import NAME
 from tests.kubelet.putting_back import SYSCTLS
-from tests.kubelet.relay import relayed
 
 TOOL_USER, NOBODY_IN_PARTICULAR = 65532, 1000
 

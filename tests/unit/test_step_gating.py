@@ -13,7 +13,6 @@ from tasks.core.samples import LoadSample
 from tasks.core.spec import Limit, Workload
 from tasks.steps.documents import get_by_digest, put_by_digest
 from tasks.steps.gating import (
-    check_router,
     read_baseline,
     rejudge_smoke_step,
     rejudge_throughput_step,
@@ -304,10 +303,3 @@ def test_a_candidate_slower_than_the_baseline_allows_fails():
     with pytest.raises(GateError) as caught:
         bring_up(live.ports, what)
     assert "baseline: got 0.400, expected >= 0.5" in caught.value.got
-
-
-def test_the_router_must_say_that_it_can_route(up):
-    check_router(up.ports, up.subject)
-    up.world.engine.router_ready = lambda serving: False
-    with pytest.raises(UnavailableError):
-        check_router(up.ports, up.subject)

@@ -5,7 +5,6 @@ On Secrets: the API server of these tests has no cache of them, so that what etc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ from tests.contract.kubernetes.faulty_proxy import HttpProxy, TcpProxy, after, a
 from tests.contract.kubernetes.sides import NAMESPACE, client, compact, eventually, names, shows, there, version
 
 pytestmark = [pytest.mark.site, pytest.mark.timeout(300)]
-
-
-@pytest.fixture
-def proxy(plane: ControlPlane) -> Iterator[HttpProxy]:
-    with HttpProxy(plane) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -39,18 +39,6 @@ SOON_S = TIMEOUT_S + 3.0
 """Far less than one timeout for each try, and enough for a busy machine."""
 
 
-@pytest.fixture
-def proxy(plane: ControlPlane) -> Iterator[HttpProxy]:
-    with HttpProxy(plane) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def wire(plane: ControlPlane) -> Iterator[TcpProxy]:
-    with TcpProxy(plane.url) as wire:
-        yield wire
-
-
 def through(url: str, plane: ControlPlane, tmp_path: Path, **options: Any) -> KubeCluster:
     path = tmp_path / "kubeconfig"
     path.write_text(kubeconfig(url, plane))

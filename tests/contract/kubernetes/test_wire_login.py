@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ from tests.contract.kubernetes.faulty_proxy import HttpProxy, kubeconfig
 from tests.contract.kubernetes.sides import NAMESPACE, client, config_map, eventually, service_account_token, shows
 
 pytestmark = [pytest.mark.site, pytest.mark.timeout(300)]
-
-
-@pytest.fixture
-def proxy(plane: ControlPlane) -> Iterator[HttpProxy]:
-    with HttpProxy(plane) as proxy:
-        yield proxy
 
 
 def signed(plane: ControlPlane, account: Object, expires_in_s: float) -> str:

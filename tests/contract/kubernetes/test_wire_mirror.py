@@ -35,18 +35,6 @@ pytestmark = [pytest.mark.site, pytest.mark.timeout(300)]
 TIMES = WatchTimes(window_s=1.0, grace_s=0.5, limit_s=2.5)
 
 
-@pytest.fixture
-def wire(plane: ControlPlane) -> Iterator[TcpProxy]:
-    with TcpProxy(plane.url) as wire:
-        yield wire
-
-
-@pytest.fixture
-def proxy(plane: ControlPlane) -> Iterator[HttpProxy]:
-    with HttpProxy(plane) as proxy:
-        yield proxy
-
-
 def behind(url: str, plane: ControlPlane, tmp_path: Path, times: WatchTimes = TIMES) -> KubeCluster:
     path = tmp_path / "kubeconfig"
     path.write_text(kubeconfig(url, plane))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,12 +30,6 @@ from tests.contract.kubernetes.sides import (
 pytestmark = [pytest.mark.site, pytest.mark.timeout(300)]
 
 TIMES = WatchTimes(window_s=1.0, grace_s=0.5, limit_s=2.5)
-
-
-@pytest.fixture
-def wire(plane: ControlPlane) -> Iterator[TcpProxy]:
-    with TcpProxy(plane.url) as wire:
-        yield wire
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from tasks.core.scheduling import AFFINITY, CORDON, RESOURCE, TAINT, read_verdic
 from tasks.steps.capacity import make_release_plan, preflight_step
 from tasks.steps.jobs import run_jobs
 from tasks.steps.rollout import _chosen_problem, _View
+from tests.contract.agent_site import wait_for
 from tests.contract.site.sixteen_nodes import (
     NODES,
     SixteenNodes,
     condition,
     sixteen_nodes,
-    wait_for,
 )
 
 pytestmark = [pytest.mark.site, pytest.mark.timeout(180)]
