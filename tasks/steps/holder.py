@@ -97,9 +97,12 @@ class TrafficHolder:
             patiently(self._ports, self.renew, min(self.patience_s, within_s))
 
     def release(self) -> None:
-        """Give the Lease back, so that the next release need not wait; a lost race changes nothing."""
+        """Give the Lease back, so that the next release need not wait; a lost race changes nothing.
+
+        One that the same run has taken anew, started again, is that one's to give back.
+        """
         obj = self._ports.cluster.get("Lease", LEASE)
-        if obj is not None and read_lease(obj).holder == self._holder:
+        if obj is not None and self._is_mine(read_lease(obj)):
             obj["spec"] = lease_spec(released(read_lease(obj)))
             self._ports.cluster.replace(obj)
 
@@ -112,7 +115,7 @@ class TrafficHolder:
         if not renew and before.holder == self._holder:
             # The same flow run, started again: the process that died (or only sleeps) is fenced off as any other is.
             before = released(before)
-        if renew and (before.holder, before.generation) != (self._holder, self.generation):
+        if renew and not self._is_mine(before):
             raise ConflictError(
                 "K2-CON-002",
                 "The traffic lease was taken over.",
@@ -137,6 +140,9 @@ class TrafficHolder:
         self._state = after
         if self._ports.clock.now() - now > site.lease_duration_s / 2:
             self.renew()  # the write itself waited: what it promises is over, or nearly
+
+    def _is_mine(self, lease: LeaseState) -> bool:
+        return (lease.holder, lease.generation) == (self._holder, self.generation)
 
     def _unchanged_s(self, lease: LeaseState, now: float) -> float:
         """Return for how long this holder has seen the Lease as it is: nobody can renew while the API is away."""

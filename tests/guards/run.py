@@ -81,7 +81,7 @@ GUARDS = (
         "tasks/steps/traffic.py",
         "    check_fence(read_route(obj).generation, holder.generation)\n",
         "",
-        ("tests/unit/test_step_traffic.py::test_an_older_holder_is_fenced_off_by_the_route_alone",),
+        ("tests/unit/test_step_holder.py::test_an_older_holder_is_fenced_off_by_the_route_alone",),
     ),
     Guard(
         "I3",
@@ -89,7 +89,7 @@ GUARDS = (
         "tasks/steps/traffic.py",
         "    holder.renew()\n    backends",
         "    backends",
-        ("tests/unit/test_step_traffic.py::test_an_older_holder_is_fenced_off",),
+        ("tests/unit/test_step_holder.py::test_an_older_holder_is_fenced_off",),
     ),
     Guard(
         "I3",
@@ -98,7 +98,7 @@ GUARDS = (
         '            self._set_weight(self.state.candidate_percent, "resumed")\n',
         "            pass\n",
         (
-            "tests/unit/test_step_traffic.py"
+            "tests/unit/test_step_holder.py"
             "::test_a_sleeper_whose_write_is_on_its_way_is_fenced_off_by_the_one_who_resumes",
         ),
     ),
@@ -301,7 +301,7 @@ GUARDS = (
         '    newest = ports.cluster.get("HTTPRoute", LIVE_ROUTE) or obj\n'
         '    rendered["metadata"]["resourceVersion"] = newest["metadata"]["resourceVersion"]\n',
         (
-            "tests/unit/test_step_traffic.py"
+            "tests/unit/test_step_holder.py"
             "::test_a_write_that_was_decided_on_an_older_route_is_refused_by_its_resource_version",
         ),
     ),
