@@ -58,19 +58,27 @@ class TrafficHolder:
     def acquire(self, wait_s: float) -> None:
         """Take the Lease, waiting at most this long for a holder that has stopped renewing to run out.
 
+        After an outage of the API that time begins anew, as the watch of the Lease does.
+
         Raises:
             ConflictError: a live holder keeps it (K2-CON-001).
+            UnavailableError: the API answers, and the Lease cannot be written.
         """
-        clock = self._ports.clock
+        clock, cluster = self._ports.clock, self._patient.cluster
         deadline = clock.now() + wait_s
         while True:
             try:
-                patiently(self._ports, self._take, self.patience_s)
+                patiently(self._ports, self._watch_and_take, self.patience_s)
                 return
             except UnavailableError as error:
                 if not isinstance(error.retry, After):
                     raise
-                self._patient.cluster.get("Lease", LEASE)  # comes back when the API does, or gives up
+                silent_s = cluster.silent_s
+                cluster.get("Lease", LEASE)  # comes back when the API does, or gives up
+                if cluster.silent_s > silent_s:
+                    deadline = clock.now() + wait_s
+                elif clock.now() > deadline:
+                    raise
                 clock.sleep(_RETRY_S)
             except ConflictError as error:
                 pause = getattr(error.retry, "seconds", 0.5)
@@ -105,6 +113,13 @@ class TrafficHolder:
         if obj is not None and self._is_mine(read_lease(obj)):
             obj["spec"] = lease_spec(released(read_lease(obj)))
             self._ports.cluster.replace(obj)
+
+    def _watch_and_take(self) -> None:
+        try:
+            self._take()
+        except UnavailableError:
+            self._seen = None  # in that time its holder could not renew either
+            raise
 
     def _take(self, *, renew: bool = False) -> None:
         site = self._ports.site
