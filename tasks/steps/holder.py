@@ -121,7 +121,7 @@ class TrafficHolder:
             self._seen = None  # in that time its holder could not renew either
             raise
 
-    def _take(self, *, renew: bool = False) -> None:
+    def _take(self, *, renew: bool = False, again: bool = False) -> None:
         site = self._ports.site
         obj = self._ports.cluster.get("Lease", LEASE)
         now = self._ports.clock.now()  # after the read: that may have waited for an API that was away
@@ -153,8 +153,19 @@ class TrafficHolder:
             obj["spec"] = lease_spec(after)
             self._ports.cluster.replace(obj)
         self._state = after
-        if self._ports.clock.now() - now > site.lease_duration_s / 2:
-            self.renew()  # the write itself waited: what it promises is over, or nearly
+        took_s = self._ports.clock.now() - now
+        if took_s <= site.lease_duration_s / 2:
+            return
+        if again:
+            raise UnavailableError(
+                "K2-UNA-001",
+                "The API is too slow to keep the traffic lease.",
+                where=f"Lease {LEASE}",
+                got=f"{took_s:.1f} s for a write, twice",
+                expected=f"at most {site.lease_duration_s / 2:g} s",
+                retry=After(1.0),
+            )
+        self._take(renew=True, again=True)  # the write itself waited: what it promises is over, or nearly
 
     def _is_mine(self, lease: LeaseState) -> bool:
         return (lease.holder, lease.generation) == (self._holder, self.generation)

@@ -94,3 +94,18 @@ def test_a_lease_that_a_webhook_keeps_from_being_written_is_not_tried_for_ever()
     with pytest.raises(UnavailableError) as caught:
         TrafficHolder(patient(world, "second", fail)).acquire(35.0)
     assert caught.value.code == "K2-UNA-004"
+
+
+def test_an_api_that_is_slow_for_good_is_not_renewed_at_for_ever():
+    world = World()
+    holder = holding_of(world, "first")
+    began = world.clock.at
+
+    def slow(name):
+        assert world.clock.at < began + 600
+        if name == "replace":
+            world.clock.at += 8.0
+
+    holder._ports = replace(holder._ports, cluster=Flaky(world, slow))
+    with pytest.raises(UnavailableError):
+        holder.renew()
