@@ -147,6 +147,7 @@ class _Shift:
     base: BackendCounts = _NO_COUNTS
     tried: RouteState | None = None
     outages: int = 0
+    away: bool = False
 
     def run(self) -> dict[str, Any]:
         """Go on from the state to all traffic and return the history; raise whatever ends it otherwise."""
@@ -183,15 +184,22 @@ class _Shift:
         return None
 
     def _through_outages(self, act: Callable[[], Outcome]) -> Outcome | None:
-        """Do something; if the API goes away over it, wait for it, take what the route then says, and bake anew.
+        """Do something; if the API goes away over it, return None, and wait for it before the next thing is done.
 
-        A step that was decided before an outage is not taken after it: the caller decides again.
+        Then what the route says is taken, and the candidate bakes anew: a step that was decided before an outage is not
+        taken after it.
 
         Raises:
             UnavailableError: the gateway did not take over a route, or the API is away for longer than a flow waits.
             ConflictError: the Lease or the route is somebody else's now.
         """
         try:
+            if self.away:
+                self._come_back()
+                self.away = False
+                self.ports.progress.say(
+                    "shift: the API was away; the candidate bakes anew from what the route says now"
+                )
             return act()
         except NotTakenOverError:
             raise
@@ -199,8 +207,7 @@ class _Shift:
             self.outages += 1
             if not isinstance(error.retry, After) or self.outages > _MOST_OUTAGES:
                 raise
-        self._come_back()
-        self.ports.progress.say("shift: the API was away; the candidate bakes anew from what the route says now")
+        self.away = True  # also where it went away again while it came back
         return None
 
     def _come_back(self) -> None:

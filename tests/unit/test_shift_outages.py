@@ -168,3 +168,19 @@ def test_a_right_that_is_taken_away_in_mid_shift_ends_it_and_is_no_outage(it):
         it.shift()
     assert (caught.value.code, "Refused." in str(caught.value.summary)) == ("K2-REV-002", True)
     assert it.world.clock.at - began < 120
+
+
+def test_an_api_that_goes_away_again_as_it_comes_back_reverts_nothing(it):
+    seen, began = it.watch_weights(), []
+
+    def away():
+        if not began and it.weights()[1] >= 10:
+            began.append(it.world.clock.at)
+        now = it.world.clock.at - began[0] if began else -1.0
+        if 60 <= now < 61 and len(began) == 1:
+            began.append(it.world.clock.at)  # one call is answered, and the next ones are not
+            return False
+        return 0 <= now < 90
+
+    shift(patient(it.world, "run-1", away), it.new)
+    assert seen == [0, 10, 50, 100]
