@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from tasks.core.errors import ConflictError, K2Error, NotReadyError, RevertedError, UnavailableError
+from tasks.core.errors import After, ConflictError, K2Error, NotReadyError, RevertedError, UnavailableError
 from tasks.core.route import HELD, LIVE_ROUTE, REVERTED, Backend, RouteState
 from tasks.core.shift import Forward, Hold, Revert, abort
 from tasks.core.spec import Release
@@ -20,9 +20,12 @@ from tasks.steps.traffic import NotTakenOverError, move_traffic, read_live_route
 
 # With the probes before it the safe write comes within 15 s; the proof follows, and a kill then loses words alone.
 _ABORT_WRITE_S = 6.0
+_ABORT_TRIES = 5
+"""How often the safe write is tried when outages of the API meet it."""
 _OWNED_BY_ANOTHER = ("K2-CON-001", "K2-CON-002", "K2-CON-003")
 
 History = list[dict[str, Any]]
+Reading = Callable[[], RouteState]
 
 
 def row(state: RouteState, at: float, why: str) -> dict[str, Any]:
@@ -66,19 +69,48 @@ def abort_traffic(
     holder: TrafficHolder,
     history: History,
     cause: Mapping[str, Any] | None = None,
+    come_back: Reading | None = None,
 ) -> NoReturn:
     """Carry out the failure path from what the route says: decide where traffic is safe, write that, prove it, raise.
+
+    Args:
+        come_back: returns what the route says once the API answers; None: an outage is not waited for. After one it is
+            decided anew where traffic is safe.
 
     Raises:
         RevertedError: traffic is on the stable set (K2-REV-001), or a person has to look (K2-REV-002).
         ConflictError: the route or the lease belongs to somebody else; nothing was written.
     """
     detected = ports.clock.now()
+    for left in reversed(range(_ABORT_TRIES)):
+        decided, target = _decided(ports, state, action, holder)
+        details: dict[str, Any] = {"history": history, "reason": decided.reason}
+        if cause is not None:
+            details["cause"] = dict(cause)
+        outage = _write(ports, state, target, holder, details)
+        found = _after(come_back) if outage and left and come_back else None
+        if found is None:
+            break
+        # What was written, and its answer lost, is ours.
+        state = target if found == target else state
+    if "not_written" not in details:
+        history.append(row(target, ports.clock.now(), decided.reason))
+        details["seconds_to_safety"] = round(ports.clock.now() - detected, 3)
+    if isinstance(decided, Hold):
+        raise _raised("K2-REV-002", f"The shift holds: {decided.reason}.", str(state.weights()), details)
+    if "not_written" not in details:
+        _prove(ports, target.stable if isinstance(decided, Revert) else target.candidate, details)
+    show_weights(ports, state.candidate.release if state.candidate else state.stable.release, history)
+    code, summary = _said(decided, details)
+    raise _raised(code, summary, decided.reason, details)
+
+
+def _decided(
+    ports: Ports, state: RouteState, action: Revert | Forward | Hold, holder: TrafficHolder
+) -> tuple[Revert | Forward | Hold, RouteState]:
+    """Return where traffic is safe by probes of this moment, and the route that says so."""
     if isinstance(action, Revert):
         action = abort(action.reason, *probe_both(ports, state.stable, state.candidate))
-    details: dict[str, Any] = {"history": history, "reason": action.reason}
-    if cause is not None:
-        details["cause"] = dict(cause)
     target = replace(
         state,
         candidate_percent={Revert: 0, Forward: 100}.get(type(action), state.candidate_percent),
@@ -87,23 +119,21 @@ def abort_traffic(
         since=ports.clock.now(),
         generation=holder.generation,
     )
-    _write(ports, state, target, holder, details)
-    if "not_written" not in details:
-        history.append(row(target, ports.clock.now(), action.reason))
-        details["seconds_to_safety"] = round(ports.clock.now() - detected, 3)
-    if isinstance(action, Hold):
-        raise _raised("K2-REV-002", f"The shift holds: {action.reason}.", str(state.weights()), details)
-    if "not_written" not in details:
-        _prove(ports, target.stable if isinstance(action, Revert) else target.candidate, details)
-    show_weights(ports, state.candidate.release if state.candidate else state.stable.release, history)
-    code, summary = _said(action, details)
-    raise _raised(code, summary, action.reason, details)
+    return action, target
+
+
+def _after(come_back: Reading) -> RouteState | None:
+    """Return what the route says after an outage, or None if that does not end."""
+    try:
+        return come_back()
+    except UnavailableError:
+        return None
 
 
 def _write(
     ports: Ports, before: RouteState, target: RouteState, holder: TrafficHolder, details: dict[str, Any]
-) -> None:
-    """Write the safe state, and note in the details what of that is not certain."""
+) -> bool:
+    """Write the safe state, note in the details what of that is not certain, and return whether the API was away."""
     try:
         move_traffic(ports, before, target, holder, _ABORT_WRITE_S)
     except NotTakenOverError as error:
@@ -112,6 +142,8 @@ def _write(
         if is_another_hand(error):
             raise
         details["not_written"] = cause_of(error)
+        return isinstance(error, UnavailableError) and isinstance(error.retry, After)
+    return False
 
 
 def _prove(ports: Ports, safe: Backend | None, details: dict[str, Any]) -> None:
@@ -146,19 +178,27 @@ def _raised(code: str, summary: str, got: str, details: dict[str, Any]) -> Rever
 
 
 def abort_after(
-    ports: Ports, candidate: Backend, tried_percent: int, holder: TrafficHolder, history: History, error: BaseException
+    ports: Ports,
+    candidate: Backend,
+    tried_percent: int,
+    holder: TrafficHolder,
+    history: History,
+    error: BaseException,
+    come_back: Reading | None = None,
 ) -> None:
     """Leave no candidate with traffic behind that nobody watches: abort first if it has any, else do nothing.
 
     Args:
         tried_percent: the last weight that was written, or may have been: what counts if the route cannot be read.
+        come_back: returns what the route says once the API answers; None: an outage is not waited for.
 
     Raises:
         RevertedError: it had traffic; the cause is named in the reason.
         ConflictError: the route or the lease belongs to somebody else; nothing was written.
     """
+    read = come_back or (lambda: read_live_route(ports)[0])
     try:
-        state, _ = patiently(ports, lambda: read_live_route(ports), min(holder.patience_s, _ABORT_WRITE_S))
+        state = patiently(ports, read, min(holder.patience_s, _ABORT_WRITE_S))
     except UnavailableError as unread:
         if tried_percent == 0:
             return
@@ -168,7 +208,7 @@ def abort_after(
         raise _raised("K2-REV-002", summary, reason, details) from None
     if state.candidate == candidate and state.candidate_percent > 0:
         ports.progress.say(f"shift: {reason_of(error)}: aborting first")
-        abort_traffic(ports, state, Revert(reason_of(error)), holder, history, cause_of(error))
+        abort_traffic(ports, state, Revert(reason_of(error)), holder, history, cause_of(error), come_back)
 
 
 def has_users(ports: Ports, release: Release) -> bool:
@@ -201,7 +241,8 @@ def abort_if_serving(ports: Ports, release: Release, holder: TrafficHolder, erro
             str(state.weights()),
             details,
         )
-    abort_traffic(ports, state, Revert(reason_of(error)), holder, [], cause_of(error))
+    come_back = (lambda: read_live_route(ports)[0]) if isinstance(error, Exception) else None
+    abort_traffic(ports, state, Revert(reason_of(error)), holder, [], cause_of(error), come_back)
 
 
 def _is_stable(ports: Ports, subject: Subject) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from tasks.core.errors import After, ConflictError, GateError, K2Error, RevertedError, UnavailableError
+from tasks.core.errors import After, ConflictError, GateError, RevertedError, UnavailableError
 from tasks.core.route import HELD, LIVE_ROUTE, SHIFTING, STABLE, Backend, RouteState
 from tasks.core.shift import Bake, Complete, Observation, Probe, SetWeight, decide
 from tasks.core.spec import TrafficPlan
@@ -55,10 +54,9 @@ def shift_step(ports: Ports, subject: Subject, holder: TrafficHolder) -> dict[st
         if isinstance(error, RevertedError) or is_another_hand(error):
             raise
         try:
-            if isinstance(error, Exception):
-                with contextlib.suppress(K2Error):
-                    read_live_route(ports)  # comes back when the API does: nothing can be written before
-            abort_after(quick, candidate, shift.tried_percent, holder, shift.history, error)
+            # Nothing can be written before the API is back; a cancelled flow does not wait for it.
+            come_back = shift.come_back if isinstance(error, Exception) else None
+            abort_after(quick, candidate, shift.tried_percent, holder, shift.history, error, come_back)
         except RevertedError as reverted:
             if not isinstance(error, Exception):
                 raise error from None
@@ -157,6 +155,10 @@ class _Shift:
             pass
         return ended
 
+    def come_back(self) -> RouteState:
+        """Return what the route says, as soon as the API answers."""
+        return read_live_route(self.patient)[0]
+
     def _begin(self) -> bool:
         if self.state.candidate_percent > 0:
             # Claimed: the write fences off whoever began the shift and may only be asleep. The bake starts anew,
@@ -179,8 +181,8 @@ class _Shift:
             show_weights(self.ports, self.candidate.release, self.history)
             self.probes, self.base = [], self._counts()
         else:
-            read_live_route(self.patient)  # comes back when the API does: nothing can be written before
-            abort_traffic(self.ports, self.on_route, action, self.holder, self.history)
+            self.come_back()  # nothing can be written before
+            abort_traffic(self.ports, self.on_route, action, self.holder, self.history, come_back=self.come_back)
         return None
 
     def _through_outages(self, act: Callable[[], Outcome]) -> Outcome | None:
@@ -195,7 +197,7 @@ class _Shift:
         """
         try:
             if self.away:
-                self._come_back()
+                self._take_up()
                 self.away = False
                 self.ports.progress.say(
                     "shift: the API was away; the candidate bakes anew from what the route says now"
@@ -210,9 +212,9 @@ class _Shift:
         self.away = True  # also where it went away again while it came back
         return None
 
-    def _come_back(self) -> None:
+    def _take_up(self) -> None:
         """Wait for the API, take what the route says, and renew the Lease if it is still ours."""
-        found, _ = read_live_route(self.patient)
+        found = self.come_back()
         if self.tried is not None and found == self.tried and found != self.on_route:
             self.on_route = found  # written, and the answer was lost
             self.history.append(row(found, self.ports.clock.now(), "step"))

@@ -133,7 +133,7 @@ GUARDS = (
         "I4",
         "an error in the middle of a shift sends users back",
         "tasks/steps/shifting.py",
-        "            abort_after(quick, candidate, shift.tried_percent, holder, shift.history, error)\n",
+        "            abort_after(quick, candidate, shift.tried_percent, holder, shift.history, error, come_back)\n",
         "            pass\n",
         (
             "tests/unit/test_step_aborting.py::test_any_error_in_the_middle_of_a_shift_sends_everybody_back",

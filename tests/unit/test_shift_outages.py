@@ -88,8 +88,8 @@ def test_a_bake_begins_anew_after_an_outage(it):
     assert at[50] - at[10] >= 60 + 1.5 * NEW.traffic.bake_s
 
 
-def outage_at_write(it, percent, seconds):
-    """Return whether the API is away: from the moment that this weight is about to be written."""
+def outage_at_write(it, percent, seconds, *, written=False):
+    """Return whether the API is away: from the moment that this weight is about to be written, or just was."""
     began = []
 
     def away():
@@ -101,6 +101,8 @@ def outage_at_write(it, percent, seconds):
         backends = obj["spec"]["rules"][0]["backendRefs"] if obj["kind"] == "HTTPRoute" else []
         if not began and any(b["weight"] == percent and b["name"] == it.new.router_service for b in backends):
             began.append(it.world.clock.at)
+            if written:
+                real(obj)
             raise UnavailableError("K2-UNA-001", "Cut.", where="route", retry=After(1.0))
         return real(obj)
 
@@ -184,3 +186,29 @@ def test_an_api_that_goes_away_again_as_it_comes_back_reverts_nothing(it):
 
     shift(patient(it.world, "run-1", away), it.new)
     assert seen == [0, 10, 50, 100]
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("seconds", [8, 60])
+def test_an_outage_that_begins_with_the_write_to_safety_leaves_nobody_on_the_bad_candidate(it, seconds, written):
+    seen, away = it.watch_weights(), outage_at_write(it, 0, seconds, written=written)
+    it.at_weight(50, lambda: setattr(it.new_set, "garbage", True))
+    with pytest.raises(RevertedError) as caught:
+        shift(patient(it.world, "run-1", away), it.new)
+    assert (seen, it.weights()) == ([0, 10, 50, 0], (100, 0))
+    assert caught.value.code == "K2-REV-001"
+    assert caught.value.details["history"][-1]["candidate_percent"] == 0
+
+
+def test_after_an_outage_of_the_write_to_safety_it_is_decided_anew_where_that_is(it):
+    away = outage_at_write(it, 0, 60)
+    it.at_weight(50, lambda: setattr(it.new_set, "garbage", True))
+
+    def turn(now):
+        if away():
+            it.new_set.garbage, it.old_set.status = False, 503
+
+    it.world.clock.on_sleep.append(turn)
+    with pytest.raises(RevertedError) as caught:
+        shift(patient(it.world, "run-1", away), it.new)
+    assert (caught.value.code, it.weights()) == ("K2-REV-002", (0, 100))
