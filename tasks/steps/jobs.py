@@ -175,12 +175,14 @@ def _attach_or_start(ports: Ports, jobs: Sequence[dict[str, Any]]) -> list[_Job]
 
 
 def _create(ports: Ports, job: dict[str, Any]) -> _Job:
-    """Create a Job, waiting for a deleted one of the same name to be gone; attach to one that still runs."""
+    """Create a Job, waiting for an ended one of the same name to be gone; attach to one that still runs."""
     name = job["metadata"]["name"]
     for _ in range(_GONE_TRIES):
         existing, created = ports.cluster.create(job)
         if created or not (_ended(existing) or "deletionTimestamp" in existing["metadata"]):
             return _Job(name, existing["metadata"]["uid"], _pinned_to(job))
+        if "deletionTimestamp" not in existing["metadata"]:  # it has ended since the Jobs were listed
+            ports.cluster.delete("Job", name, uid=existing["metadata"]["uid"])
         ports.clock.sleep(_POLL_S / 2)
     raise UnavailableError(
         "K2-UNA-003",

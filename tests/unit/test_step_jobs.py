@@ -321,3 +321,18 @@ def test_what_only_explains_is_not_waited_for():
     with patient.mirror("Pod") as pods:
         obstacles.look({"a": "uid"}, pods)
     assert patient.silent_s == 0 and jobs.world.clock.slept == [6.0] and obstacles.first is None
+
+
+def test_a_job_that_ends_between_the_listing_and_the_attaching_is_replaced_and_not_waited_for():
+    jobs = Jobs()
+    jobs.cluster.create(job("a"))
+    real = jobs.cluster.create
+
+    def create(obj):
+        jobs.cluster.create = real
+        jobs.end("a", message='{"old": 1}')
+        return real(obj)
+
+    jobs.cluster.create = create
+    jobs.after(5, lambda: jobs.end("a", message='{"new": 1}'))
+    assert jobs.run("a")[0].message == {"new": 1}
