@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tasks.core.diagnosis import NODE_LOST
 from tasks.core.errors import NotReadyError, UnavailableError
 from tasks.core.node_state import engine_tolerations, why_unusable
 from tasks.core.plan import waiting_cost
@@ -80,6 +81,8 @@ def _wait_for(ports: Ports, subject: Subject, nodes: Sequence[str], view: _View)
         if any(diagnosis.category != "node" for diagnosis in state.fatal):
             raise not_ready_error(state, "K2-RDY-001", "The set does not become ready.")
         problem = _node_problem(ports, view, nodes, state)
+        if problem is not None and not _is_true_now(ports, nodes, state):
+            problem = None
         lost_since = None if problem is None else deadline.elapsed_s if lost_since is None else lost_since
         # After an outage of the API every node is NotReady until its kubelet has renewed its lease.
         if problem is not None and lost_since is not None and deadline.elapsed_s - lost_since >= _NODE_PATIENCE_S:
@@ -155,6 +158,15 @@ def _node_problem(ports: Ports, view: _View, chosen: Sequence[str], state: Readi
     if state.fatal:
         return not_ready_error(state, "K2-RDY-001", "The set does not become ready.")
     return _chosen_problem(ports, view, chosen)
+
+
+def _is_true_now(ports: Ports, chosen: Sequence[str], state: Readiness) -> bool:
+    """Say whether a node that the set needs is closed by a reading of now: a mirror may be of before an outage."""
+    tolerations = engine_tolerations(ports.templates)
+    known = {node["metadata"]["name"]: node for node in ports.cluster.list_objects("Node", ports.site.node_selector)}
+    lost = {phase.node for phase in state.phases if phase.phase == NODE_LOST}
+    said_by_log = any(diagnosis.node not in lost for diagnosis in state.fatal)
+    return said_by_log or any(n not in known or why_unusable(known[n], tolerations) for n in {*chosen, *lost})
 
 
 def _chosen_problem(ports: Ports, view: _View, chosen: Sequence[str]) -> NotReadyError | None:

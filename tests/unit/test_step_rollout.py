@@ -1,5 +1,6 @@
 """Step rollout: no group before every marker is right (I2); ready means the router's word too; failures are named."""
 
+import contextlib
 import itertools
 import json
 from dataclasses import replace
@@ -268,3 +269,68 @@ def test_a_chosen_node_that_is_cordoned_meanwhile_is_named(staged):
         rollout_step(world.ports(), subject, CHOSEN)
     assert (caught.value.code, caught.value.where, caught.value.got) == ("K2-RDY-002", "node-3", "cordoned")
     assert caught.value.summary == "Node node-3 was closed to pods during the rollout."
+
+
+def test_what_a_mirror_of_before_an_outage_says_of_a_node_ends_no_rollout(staged):
+    """A mirror shows what it knows for a while longer than the API answers."""
+    world, subject = staged
+    real, began = world.engine.workers, world.clock.at
+    world.engine.workers = lambda serving: real(serving) if world.clock.at > began + 80 else []
+    silent = {"conditions": [{"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}]}
+    well = dict(world.cluster.objects["Node", "node-3"]["status"])
+    nodes_of_then = []
+
+    def away():
+        return began + 6 < world.clock.at < began + 46
+
+    class Away:
+        def __getattr__(self, name):
+            method = getattr(world.cluster, name)
+
+            def call(*args, **more):
+                if away():
+                    raise UnavailableError("K2-UNA-001", "Nobody answers.", where=name, retry=After(1.0))
+                return method(*args, **more)
+
+            return call if callable(method) else method
+
+        @contextlib.contextmanager
+        def mirror(self, kind, labels=None, *, everywhere=False):
+            yield Stale(kind, labels)
+
+    class Stale:
+        def __init__(self, kind, labels):
+            self.kind, self.labels = kind, labels
+
+        def objects(self):
+            if self.kind == "Node" and away():
+                return nodes_of_then
+            return world.cluster.list_objects(self.kind, self.labels)
+
+        def unconfirmed_s(self):
+            return 0.0
+
+    def flap(now):
+        world.cluster.set_status("Node", "node-3", silent if began + 5 < now < began + 20 else well)
+        if now <= began + 6:
+            nodes_of_then[:] = world.cluster.list_objects("Node", world.site.node_selector)
+
+    world.clock.on_sleep.append(flap)
+    ports = replace(world.ports(), cluster=PatientCluster(Away(), world.clock, world.progress.say))
+    rollout_step(ports, subject, CHOSEN)
+
+
+def test_a_nodes_fault_that_an_engines_log_names_ends_the_rollout_though_the_node_is_ready(staged):
+    world, subject = staged
+    world.engine.workers = lambda serving: []
+
+    def fault(now):
+        for name in [name for kind, name in world.cluster.objects if kind == "Pod" and name.endswith("decode-0")]:
+            world.cluster.set_status("Pod", name, {"phase": "Running"})
+            world.cluster.logs[name, "engine"] = "RuntimeError: CUDA error: system not yet initialized"
+
+    world.clock.on_sleep.append(fault)
+    with pytest.raises(NotReadyError, match="NVLink fabric") as caught:
+        rollout_step(world.ports(), subject, CHOSEN)
+    assert caught.value.where.startswith("node-2")
+    assert sum(world.clock.slept) < 60
