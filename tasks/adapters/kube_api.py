@@ -255,8 +255,8 @@ def _connect(kubeconfig: str, context: str) -> Any:
     configuration = Configuration()
     try:
         # Not by the library's own list: it wants the file to have a current context, the one thing we never use.
-        contexts = yaml.safe_load(Path(kubeconfig).read_text(encoding="utf-8"))["contexts"]
-        names = sorted(entry["name"] for entry in contexts)
+        text = yaml.safe_load(Path(kubeconfig).read_text(encoding="utf-8"))
+        names = sorted(entry["name"] for entry in text["contexts"])
         if context not in names:
             raise InputError(
                 "K2-INP-001",
@@ -268,6 +268,15 @@ def _connect(kubeconfig: str, context: str) -> Any:
         load_kube_config(  # type: ignore[no-untyped-call]
             kubeconfig, context=context, client_configuration=configuration, persist_config=False
         )
+        if _has_login_plugin(text, context) and not (configuration.api_key or configuration.cert_file):
+            # The library goes on without a login then, and as nobody would be refused for good.
+            raise UnavailableError(
+                "K2-UNA-001",
+                "The login plugin of the kubeconfig gives no login.",
+                where=f"context {context} of {kubeconfig}",
+                hint="run the command of the kubeconfig's user (users[].user.exec) by hand: it says why",
+                retry=After(2.0),
+            )
     except K2Error:
         raise
     except Exception as error:  # whatever YAML, files, certificates or login plugins bring
@@ -278,6 +287,12 @@ def _connect(kubeconfig: str, context: str) -> Any:
         ) from error
     configuration.connection_pool_maxsize = 16
     return ApiClient(configuration)
+
+
+def _has_login_plugin(kubeconfig: Mapping[str, Any], context: str) -> bool:
+    chosen = next(entry["context"] for entry in kubeconfig["contexts"] if entry["name"] == context)
+    users = [entry["user"] or {} for entry in kubeconfig.get("users") or () if entry["name"] == chosen.get("user")]
+    return any("exec" in user for user in users)
 
 
 def _require_object(data: bytes) -> None:
