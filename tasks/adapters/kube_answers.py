@@ -17,6 +17,7 @@ MESSAGE_LIMIT = 400
 _WEBHOOK = re.compile(
     r'failed calling (?:admission )?webhook "(?P<name>[^"]+)"|conversion webhook for (?P<kind>.+?) failed'
 )
+_NO_SUCH_PATH = "404 page not found"
 _WEBHOOK_SERVICE = re.compile(r"https://(?P<service>[^./\s]+)\.(?P<namespace>[^./\s]+)\.svc[:/.]")
 
 
@@ -66,6 +67,8 @@ def error_of(status: int, data: bytes, where: str) -> Exception:
     body = _status_body(data)
     whole, reason = str(body.get("message", "")), body.get("reason")
     message = cut(whole)
+    if status == 404 and body.get("kind") != "Status" and whole.strip() != _NO_SUCH_PATH:
+        return _failure(status, body, where)  # what is in front of the server does not know what is there
     if status == 404:
         return NotThereError(message)
     if status == 410:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tasks.adapters.kube_answers import MESSAGE_LIMIT, error_of
+from tasks.adapters.kube_answers import MESSAGE_LIMIT, NotThereError, error_of
 from tasks.core.errors import After, ExitCode, InputError, Never, RightsError, UnavailableError
 from tasks.core.permissions import Right
 
@@ -112,3 +112,17 @@ def test_a_long_refusal_is_still_one_of_a_right(user, roles):
 def test_another_long_403_is_cut_where_it_is_shown_and_keeps_its_end():
     error = answer(403, "nodes is forbidden: " + "x" * 1000 + " by policy p", "Forbidden")
     assert error.code == "K2-UNA-001" and len(error.summary) <= MESSAGE_LIMIT and error.summary.endswith("by policy p")
+
+
+@pytest.mark.parametrize("data", [b"<html><title>404 Not Found</title></html>", b"default backend - 404", b""])
+def test_what_is_in_front_of_the_server_does_not_say_what_is_there(data):
+    error = error_of(404, data, "HTTPRoute/k2-live")
+    assert isinstance(error, UnavailableError)
+    assert error.retry == After(2.0)
+
+
+@pytest.mark.parametrize(
+    "data", [b"404 page not found\n", b'{"kind": "Status", "message": "x not found", "code": 404}']
+)
+def test_what_the_server_does_not_have_is_not_there(data):
+    assert isinstance(error_of(404, data, "HTTPRoute/k2-live"), NotThereError)
