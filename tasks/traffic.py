@@ -83,9 +83,10 @@ def no_unwatched_candidate(order: Order) -> Iterator[None]:
             if not isinstance(error, Exception):
                 raise error from None
             raise reverted from None
-        except K2Error as unsent:
+        except Exception as unsent:
             # Nobody knows whether the candidate has users; what failed first is still what is to be repaired.
-            get_run_logger().error(f"shift: not looked whether {order.release} has users: {unsent}")
+            said = unsent if isinstance(unsent, K2Error) else type(unsent).__name__
+            get_run_logger().error(f"shift: not looked whether {order.release} has users: {said}")
         raise
 
 

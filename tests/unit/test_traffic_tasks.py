@@ -132,3 +132,19 @@ class Logger:
 
     def error(self, text):
         self._said.append(text)
+
+
+@pytest.mark.parametrize("unforeseen", [UnavailableError("K2-UNA-001", "No."), KeyError("hf_secret")])
+def test_looking_for_users_does_not_hide_why_the_step_failed(it, monkeypatch, unforeseen):
+    cut_off(it)
+    said = []
+
+    def broken(ports, release):
+        raise unforeseen
+
+    monkeypatch.setattr(traffic, "has_users", broken)
+    monkeypatch.setattr(traffic, "get_run_logger", lambda: Logger(said))
+    with pytest.raises(GateError):
+        step(FAILED)
+    assert NEW.id in said[0]
+    assert "hf_secret" not in said[0]
