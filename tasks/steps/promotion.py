@@ -19,7 +19,7 @@ from tasks.steps.holder import TrafficHolder
 from tasks.steps.journal import states
 from tasks.steps.receipts import receipt_step
 from tasks.steps.retirement import delete_set, retire_step
-from tasks.steps.traffic import read_live_route, write_live_route
+from tasks.steps.traffic import move_through_outages, read_live_route
 
 __all__ = ["approve_step", "delete_set", "promote_step", "receipt_step", "retire_step"]
 
@@ -27,7 +27,8 @@ __all__ = ["approve_step", "delete_set", "promote_step", "receipt_step", "retire
 def promote_step(ports: Ports, subject: Subject, holder: TrafficHolder, approver: str) -> dict[str, Any]:
     """Make the candidate stable on the route, move `live`, store the baseline; the old set stays warm at weight 0."""
     release = subject.release
-    state, obj = read_live_route(ports)
+    state, _ = read_live_route(ports)
+    found = state
     candidate = Backend(subject.router_service, subject.serving, release.id)
     if state.stable.service != candidate.service:
         if state.candidate != candidate or state.candidate_percent != 100 or state.phase != SHIFTING:
@@ -42,11 +43,11 @@ def promote_step(ports: Ports, subject: Subject, holder: TrafficHolder, approver
         state = RouteState(
             stable=candidate, previous=previous, phase=STABLE, generation=holder.generation, since=ports.clock.now()
         )
-        write_live_route(ports, state, obj, holder)
+        move_through_outages(ports, found, state, holder)
     elif state.stable.release != release.id:
         # The same set under a new policy: a record on the route, no weight moves.
         state = replace(state, stable=candidate, generation=holder.generation)
-        write_live_route(ports, state, obj, holder)
+        move_through_outages(ports, found, state, holder)
     retire_at = state.since + release.retention.hold_s if state.previous else None
     live = _move_live(ports, subject)
     _store_baseline(ports, subject, states(ports.store, release.id))

@@ -14,7 +14,7 @@ from tasks.steps.journal import records
 from tasks.steps.placement import place
 from tasks.steps.receipts import carried_out_plan, recorded_promotion
 from tasks.steps.rollout import is_ready, set_pods
-from tasks.steps.traffic import read_live_route, write_live_route
+from tasks.steps.traffic import move_through_outages, read_live_route
 
 _DRAIN_POLL_S = 0.5
 _DRAIN_DEADLINE_S = 300.0
@@ -29,7 +29,7 @@ def retire_step(ports: Ports, release: Release, holder: TrafficHolder) -> dict[s
         ConflictError: the release serves or is about to, its hold is not over, or requests are still in flight at the
             deadline.
     """
-    state, obj = read_live_route(ports)
+    state, _ = read_live_route(ports)
     _check_idle(state, release.id)
     left = state
     if state.previous is not None and state.previous.release == release.id:
@@ -41,7 +41,7 @@ def retire_step(ports: Ports, release: Release, holder: TrafficHolder) -> dict[s
     if left != state:
         # Only a set on the route can have users; of one that is half deleted already nobody could ask.
         _drain(ports, serving)
-        write_live_route(ports, replace(left, generation=holder.generation), obj, holder)
+        move_through_outages(ports, state, replace(left, generation=holder.generation), holder)
     removed = delete_set(ports, serving) if serving else []
     if not removed:
         return {"outcome": "unchanged", "removed": [], "note": f"{release.id} has no set left"}

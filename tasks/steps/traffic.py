@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from tasks.core.errors import ConflictError, NotReadyError, UnavailableError
+from tasks.core.errors import After, ConflictError, NotReadyError, UnavailableError
 from tasks.core.lease import check_fence
 from tasks.core.render import render_live_route
 from tasks.core.route import LIVE_ROUTE, RouteState, read_route, to_annotations
@@ -16,6 +16,7 @@ from tasks.steps.patience import Deadline
 ROUTE_LIVE_TIMEOUT_S = 30.0
 _WRITE_TRIES = 4
 _WRITE_AGAIN_S = 0.3
+_MOST_OUTAGES = 5
 
 
 class NotTakenOverError(UnavailableError):
@@ -97,6 +98,25 @@ def move_traffic(
             if attempt == _WRITE_TRIES or error.code != "K2-CON-002":
                 raise
         ports.clock.sleep(_WRITE_AGAIN_S)
+    raise AssertionError("unreachable")
+
+
+def move_through_outages(ports: Ports, before: RouteState, target: RouteState, holder: TrafficHolder) -> RouteState:
+    """Do as `move_traffic` does, waiting for an API that is away: for what stays right however long that takes.
+
+    Raises:
+        ConflictError, NotTakenOverError: as there.
+        UnavailableError: the API is away for longer than a flow waits, or goes away again and again.
+    """
+    for left in reversed(range(_MOST_OUTAGES)):
+        try:
+            return move_traffic(ports, before, target, holder)
+        except NotTakenOverError:
+            raise
+        except UnavailableError as error:
+            if not left or not isinstance(error.retry, After):
+                raise
+        read_live_route(ports)  # comes back when the API does, or gives up
     raise AssertionError("unreachable")
 
 

@@ -9,7 +9,9 @@ import pytest
 from tasks.core.errors import After, Never, RevertedError, UnavailableError
 from tasks.core.lease import LEASE, read_lease
 from tasks.core.route import LIVE_ROUTE
+from tasks.steps.holder import holding
 from tasks.steps.patience import PatientCluster
+from tasks.steps.promotion import promote_step
 from tests.fakes.pipeline import shift
 from tests.fakes.shifting_world import NEW, Shifting
 
@@ -212,3 +214,35 @@ def test_after_an_outage_of_the_write_to_safety_it_is_decided_anew_where_that_is
     with pytest.raises(RevertedError) as caught:
         shift(patient(it.world, "run-1", away), it.new)
     assert (caught.value.code, it.weights()) == ("K2-REV-002", (0, 100))
+
+
+@pytest.mark.parametrize("seconds", [2, 60])
+def test_an_outage_that_begins_in_a_promotion_ends_no_release(it, seconds):
+    shift(it.world.ports("run-1"), it.new)
+    began, real = [], it.world.cluster.get
+
+    def get(kind, name):
+        if began and kind == "Lease" and len(began) == 1:
+            began.append(it.world.clock.at)  # the route has been read, and the Lease is renewed before it is written
+        return real(kind, name)
+
+    def away():
+        return len(began) == 2 and it.world.clock.at < began[1] + seconds
+
+    ports = patient(it.world, "run-1", away)
+
+    def act(holder):
+        began.append(it.world.clock.at)
+        it.world.cluster.get = get
+        return promote_step(ports, it.new, holder, "ann")
+
+    real_lease = it.world.cluster.replace
+
+    def replace_lease(obj):
+        if away():
+            raise UnavailableError("K2-UNA-001", "Nobody answers.", where="lease", retry=After(1.0))
+        return real_lease(obj)
+
+    it.world.cluster.replace = replace_lease
+    assert holding(ports, act)["live"] == NEW.id
+    assert it.state.stable.release == NEW.id
