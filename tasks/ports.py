@@ -220,10 +220,6 @@ class Engine(Protocol):
         """Return the router's workers: id, url, worker_type, is_healthy."""
         ...
 
-    def forget_worker(self, serving: str, worker_id: str) -> None:
-        """Have the router forget a worker; one that it does not know is no error."""
-        ...
-
     def counters(self, serving: str) -> dict[str, float]:
         """Return engine metrics summed by name and role: `prefill:sglang_num_requests_total` and the like."""
         ...

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import quote
 
 import requests
 
@@ -79,24 +78,6 @@ class GatewayEngine:
             return []
         listed = _json(response).get("workers")
         return [dict(worker) for worker in listed if isinstance(worker, Mapping)] if isinstance(listed, list) else []
-
-    def forget_worker(self, serving: str, worker_id: str) -> None:
-        """Have the router forget a worker; one that it does not know is no error.
-
-        The router takes the request (202) and acts on it in its own queue: what it then knows is asked anew. Requests
-        in flight on the worker go on (sglang-router 0.3.2, seen).
-        """
-        path = f"/workers/{quote(worker_id, safe='')}"
-        response = self._request("DELETE", path, serving)
-        if response.status_code not in (200, 202, 204, 404):
-            raise UnavailableError(
-                "K2-UNA-001",
-                f"The router does not forget a worker: HTTP {response.status_code}.",
-                where=self._url + path,
-                got=response.text[:_ERROR_LIMIT],
-                expected="HTTP 202",
-                retry=After(2.0),
-            )
 
     def counters(self, serving: str) -> dict[str, float]:
         """Return engine metrics summed by name and role: `prefill:sglang_num_requests_total` and the like.

@@ -8,6 +8,7 @@ from typing import Any
 
 from tasks.core.lock import Lock
 from tasks.core.permissions import Right
+from tasks.core.render import serving_names
 from tasks.core.spec import Release, Site
 from tasks.ports import Clock, Cluster, Engine, GatewayStats, Hub, Progress, Store
 
@@ -50,4 +51,4 @@ class Subject:
     @property
     def router_service(self) -> str:
         """The name of the Service of this set's router."""
-        return f"k2-{self.serving[:8]}-router"
+        return serving_names(self.serving).router

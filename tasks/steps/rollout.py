@@ -22,7 +22,7 @@ from tasks.steps.documents import put_by_digest
 from tasks.steps.patience import Deadline
 from tasks.steps.placement import place
 from tasks.steps.recent_events import RecentEvents
-from tasks.steps.router_workers import forget_stale_workers, known_workers
+from tasks.steps.router_workers import StaleWorkers, known_workers
 from tasks.steps.staging import require_markers
 
 _POLL_S = 0.5
@@ -107,6 +107,7 @@ class _View:
     pods: Mirror
     nodes: Mirror
     events: RecentEvents
+    ghosts: StaleWorkers
 
     @classmethod
     @contextmanager
@@ -118,7 +119,7 @@ class _View:
             mirror("Pod", labels) as pods,
             mirror("Node", ports.site.node_selector) as nodes,
         ):
-            yield cls(groups, pods, nodes, RecentEvents(ports))
+            yield cls(groups, pods, nodes, RecentEvents(ports), StaleWorkers(ports, serving))
 
 
 def _look(ports: Ports, subject: Subject, view: _View, elapsed_s: float, previous: Readiness | None) -> Readiness:
@@ -130,7 +131,7 @@ def _look(ports: Ports, subject: Subject, view: _View, elapsed_s: float, previou
     events = view.events.objects() if needs_events(groups, pods) else []
     state = assess(groups, pods, nodes, workers, elapsed_s, _logs(ports, pods), previous, events)
     if workers and not state.ready:
-        forget_stale_workers(ports, subject.serving, workers)
+        view.ghosts.look(workers)
     return state
 
 

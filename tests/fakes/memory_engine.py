@@ -46,11 +46,9 @@ class MemoryEngine:
     clock: SteadyClock
     sets: dict[str, Behaviour] = field(default_factory=dict)
     stale: dict[str, list[Object]] = field(default_factory=dict)
-    """Workers by serving label that the router has not noticed the end of."""
+    """Workers by serving label that the router has not noticed the end of; a new router does not know them."""
     dead: set[str] = field(default_factory=set)
     """Addresses (url) of workers that the router knows and that do not answer it."""
-    forgotten: set[str] = field(default_factory=set)
-    """Ids that the router was told to forget: it does not find their pods again by itself."""
     asked: list[str] = field(default_factory=list)
     served: dict[str, float] = field(default_factory=dict)
     on_ask: Callable[[str], None] = lambda serving: None
@@ -100,14 +98,7 @@ class MemoryEngine:
             and pod["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
         ]
         known += [dict(worker) for worker in self.stale.get(serving, [])]
-        return [
-            {**worker, "is_healthy": worker["is_healthy"] and worker["url"] not in self.dead}
-            for worker in known
-            if worker["id"] not in self.forgotten
-        ]
-
-    def forget_worker(self, serving: str, worker_id: str) -> None:
-        self.forgotten |= {worker["id"] for worker in self.workers(serving) if worker["id"] == worker_id}
+        return [{**worker, "is_healthy": worker["is_healthy"] and worker["url"] not in self.dead} for worker in known]
 
     def counters(self, serving: str) -> dict[str, float]:
         how = self.sets.get(serving)

@@ -252,11 +252,15 @@ class World:
 
     def _deployment(self, verb: str, obj: Object) -> None:
         name, pod = obj["metadata"]["name"], f"{obj['metadata']['name']}-0"
-        if verb == "delete":
+        template = obj.get("spec", {}).get("template")
+        known = self.cluster.objects.get(("Pod", pod))
+        asked = _annotations(template)  # those of `kubectl rollout restart`
+        if known and (verb == "delete" or (asked and known["metadata"].get("annotations") != asked)):
             self.cluster.delete("Pod", pod)
-        elif ("Pod", pod) not in self.cluster.objects:
-            self._make_pod(pod, obj["spec"]["template"], {}, "")
+        if verb != "delete" and ("Pod", pod) not in self.cluster.objects:
+            self._make_pod(pod, template, {}, "")
             self.cluster.set_status("Deployment", name, {"readyReplicas": 1})
+            self.engine.stale.pop(template["metadata"]["labels"].get("k2-release.io/serving"), None)
 
     def _group(self, verb: str, obj: Object) -> None:
         name, template = obj["metadata"]["name"], obj["spec"]["leaderWorkerTemplate"]
@@ -287,7 +291,8 @@ class World:
 
     def _make_pod(self, name: str, template: Object, labels: Mapping[str, str], node: str) -> None:
         number = len(self.cluster.writes)
-        meta = {"name": name, "labels": {**template["metadata"]["labels"], **labels}}
+        meta: Object = {"name": name, "labels": {**template["metadata"]["labels"], **labels}}
+        meta |= {"annotations": annotations} if (annotations := _annotations(template)) else {}
         spec = {**template["spec"], **({"nodeName": node} if node else {"nodeName": "node-1"})}
         self.cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec})
         address = f"127.9.{number // 250}.{number % 250}"
@@ -347,3 +352,7 @@ class World:
 
 def _asks_for_gpus(spec: Object) -> bool:
     return any(c.get("resources", {}).get("limits", {}).get("nvidia.com/gpu") for c in spec["containers"])
+
+
+def _annotations(template: Object | None) -> Object:
+    return ((template or {}).get("metadata") or {}).get("annotations") or {}

