@@ -19,6 +19,8 @@ from tasks.steps.shifting import shift_step
 
 _SEND_BACK_PATIENCE_S = 60.0
 """How long a step that has failed already waits for an API server, to see whether its candidate has users."""
+_CANCELLED_PATIENCE_S = 15.0
+"""The same of a flow that is told to end: the orchestrator ends it by force half a minute later."""
 
 
 @task(name="approve", persist_result=False)
@@ -93,7 +95,8 @@ def no_unwatched_candidate(order: Order) -> Iterator[None]:
 def _send_back(order: Order, error: BaseException) -> None:
     if isinstance(error, RevertedError) or is_another_hand(error):
         return
-    ports, release = connect(order, patience_s=_SEND_BACK_PATIENCE_S), read_release(order)
+    patience_s = _SEND_BACK_PATIENCE_S if isinstance(error, Exception) else _CANCELLED_PATIENCE_S
+    ports, release = connect(order, patience_s=patience_s), read_release(order)
     if not has_users(ports, release):
         return
 

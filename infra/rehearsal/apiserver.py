@@ -192,8 +192,7 @@ def start(
 ) -> ControlPlane:
     """Start the four programs on the loopback address and wait until ServiceAccounts appear.
 
-    ``kubelet_ca`` is the CA of the kubelets' serving certificates; our own by default. ``definitions`` are installed
-    before the controllers start, as the garbage collector looks for new kinds every 30 s only.
+    ``kubelet_ca`` is the kubelets'; ours by default. ``definitions`` come before the controllers, which look rarely.
     """
     ports = free_ports(5, host)
     layout = _Layout(host, supervisor.site_dir, binaries, *ports)

@@ -18,6 +18,7 @@ _WEBHOOK = re.compile(
     r'failed calling (?:admission )?webhook "(?P<name>[^"]+)"|conversion webhook for (?P<kind>.+?) failed'
 )
 _NO_SUCH_PATH = "404 page not found"
+_NOT_UNDERSTOOD = (405, 406, 414, 415)
 _WEBHOOK_SERVICE = re.compile(r"https://(?P<service>[^./\s]+)\.(?P<namespace>[^./\s]+)\.svc[:/.]")
 
 
@@ -98,6 +99,9 @@ def error_of(status: int, data: bytes, where: str) -> Exception:
 def _failure(status: int, body: Mapping[str, Any], where: str) -> UnavailableError:
     """Return the error of a server that fails; one that says so in a Status of its own is there and is not silent."""
     message = body.get("message", "")
+    if body.get("kind") == "Status" and status in _NOT_UNDERSTOOD:
+        summary = f"The API server does not take such a request (HTTP {status}): {message}"
+        return UnavailableError("K2-UNA-001", cut(summary), where=where, retry=Never())
     if body.get("kind") != "Status" or status in (429, 503, 504):
         summary, hint = f"The API server answered HTTP {status}: {message}", ""
     else:

@@ -176,8 +176,22 @@ class KubeApi:
         if response.status != HTTPStatus.UNAUTHORIZED:
             return response
         response.close()
-        self._client = _connect(*self._login)
+        self._client = self._logged_in_anew()
         return self._open(*request)
+
+    def _logged_in_anew(self) -> Any:
+        """Return a client of the kubeconfig as it is now; one that is being written is not given up for good."""
+        try:
+            return _connect(*self._login)
+        except InputError as error:
+            raise UnavailableError(
+                "K2-UNA-001",
+                f"The login is refused, and the kubeconfig cannot be read for another: {error.summary}",
+                where=error.where,
+                got=error.got,
+                expected=error.expected,
+                retry=After(2.0),
+            ) from error
 
     def _open(
         self,

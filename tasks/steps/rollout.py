@@ -29,6 +29,8 @@ _POLL_S = 0.5
 _SAY_EVERY_S = 2.0
 _NODE_PATIENCE_S = 30.0
 _LOG_LINES = 20
+_LOGS_WITHIN_S = 5.0
+"""How long logs that do not come are waited for in one look: in an outage each costs its whole timeout."""
 
 
 def rollout_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict[str, Any]:
@@ -142,15 +144,18 @@ def is_ready(pod: dict[str, Any]) -> bool:
 
 def _logs(ports: Ports, pods: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return the last log lines of engine pods that are not ready yet: the phase is in them."""
-    logs = {}
+    logs, began = {}, ports.clock.now()
     for pod in pods:
         name = pod["metadata"]["name"]
         running = pod.get("status", {}).get("phase") == "Running"
         if pod["metadata"].get("labels", {}).get(ROLE_LABEL) in ROLES and running and not is_ready(pod):
             try:
                 logs[name] = ports.cluster.pod_log(name, "engine", _LOG_LINES)
-            except (KeyError, UnavailableError):
+            except KeyError:
                 continue
+            except UnavailableError:
+                if ports.clock.now() - began > _LOGS_WITHIN_S:
+                    break
     return logs
 
 

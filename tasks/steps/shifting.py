@@ -146,6 +146,7 @@ class _Shift:
     tried: RouteState | None = None
     outages: int = 0
     away: bool = False
+    met: str = ""
 
     def run(self) -> dict[str, Any]:
         """Go on from the state to all traffic and return the history; raise whatever ends it otherwise."""
@@ -200,7 +201,7 @@ class _Shift:
                 self._take_up()
                 self.away = False
                 self.ports.progress.say(
-                    "shift: the API was away; the candidate bakes anew from what the route says now"
+                    f"shift: the candidate bakes anew from what the route says now, after: {self.met}"
                 )
             return act()
         except NotTakenOverError:
@@ -209,6 +210,7 @@ class _Shift:
             self.outages += 1
             if not isinstance(error.retry, After) or self.outages > _MOST_OUTAGES:
                 raise
+            self.met = error.summary
         self.away = True  # also where it went away again while it came back
         return None
 

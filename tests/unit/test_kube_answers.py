@@ -80,6 +80,13 @@ def test_an_answer_of_what_is_in_front_of_the_server_is_not_the_servers():
         assert (error.code, error.retry) == ("K2-UNA-001", After(2.0))
 
 
+@pytest.mark.parametrize("status", [405, 406, 415])
+def test_a_request_that_the_server_does_not_take_is_not_waited_out_as_silence(status):
+    error = answer(status, "the body is of no use", "NotAcceptable")
+    assert (error.code, error.retry) == ("K2-UNA-001", Never())
+    assert f"HTTP {status}" in error.summary
+
+
 def test_a_field_that_is_not_there_stays_an_error_of_the_input():
     assert isinstance(
         answer(500, "failed to create typed patch object (k2/a): .spec.x: field not declared"), InputError

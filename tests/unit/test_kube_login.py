@@ -81,3 +81,21 @@ def test_a_login_plugin_that_fails_for_a_moment_is_asked_again(tmp_path: Path, u
     found = cluster.get("Node", "a")
     assert found is not None
     assert found["metadata"]["name"] == "a"
+
+
+@pytest.mark.parametrize("written", ["", "clusters: [{name: c, clus"])
+def test_a_kubeconfig_that_is_being_written_at_a_new_login_is_read_again(
+    tmp_path: Path, url: str, written: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("old")
+    path = Path(kubeconfig(tmp_path, url, token))
+    whole = path.read_text()
+    cluster = KubeCluster(str(path), "ours", "k2")
+    path.write_text(written)
+    with pytest.raises(UnavailableError) as caught:
+        cluster.get("Node", "a")
+    assert isinstance(caught.value.retry, After)
+    path.write_text(whole)
+    token.write_text("one")
+    assert cluster.get("Node", "a") is not None

@@ -57,6 +57,7 @@ def test_an_outage_of_the_api_in_mid_shift_is_waited_out(it, percent):
     data = shift(patient(it.world, "run-1", outage_at(it, percent, 60)), it.new)
     assert seen == [0, 10, 50, 100]
     assert [row["why"] for row in data["history"]] == ["step"] * 3
+    assert any("bakes anew" in line and "Nobody answers." in line for line in it.world.progress.lines)
     assert read_lease(it.world.cluster.get("Lease", LEASE)).generation == before + 1
     assert any("answers again after" in line for line in it.world.progress.lines)
 

@@ -11,7 +11,7 @@ from tasks.core.errors import After, IntegrityError, NotReadyError, UnavailableE
 from tasks.steps.documents import get_by_digest, put_lock
 from tasks.steps.patience import PatientCluster
 from tasks.steps.recent_events import RecentEvents
-from tasks.steps.rollout import rollout_step
+from tasks.steps.rollout import _logs, rollout_step
 from tasks.steps.staging import stage_step
 from tests.fakes.kube_messages import FAILED_CREATE
 from tests.fakes.small_world import World, release
@@ -230,6 +230,22 @@ def test_events_that_cannot_be_read_cost_no_waiting(staged):
     assert read and patient.silent_s == 0
     assert not any("no answer" in line for line in world.progress.lines)
     assert max(world.clock.slept) < 1.0
+
+
+def test_logs_that_hang_do_not_spend_the_deadline_of_a_rollout():
+    """In an outage without answers each read of a log costs its whole timeout, and none of them counts as silence."""
+    world, asked = World(), []
+
+    def hang(pod, container, tail_lines):
+        asked.append(pod)
+        world.clock.sleep(20.0 if len(asked) > 2 else 0.0)
+        raise UnavailableError("K2-UNA-001", "No answer.", retry=After(1))
+
+    world.cluster.pod_log = hang
+    labels = {"k2-release.io/role": "decode"}
+    pods = [{"metadata": {"name": f"d-{n}", "labels": labels}, "status": {"phase": "Running"}} for n in range(12)]
+    assert _logs(world.ports(), pods) == {}
+    assert asked == ["d-0", "d-1", "d-2"]
 
 
 def test_a_node_that_is_lost_during_the_rollout_is_named_within_half_a_minute(staged):

@@ -112,7 +112,8 @@ def test_a_release_that_was_edited_meanwhile_is_the_same_release(it, monkeypatch
 def test_an_api_that_is_away_does_not_hide_what_failed_first(it, monkeypatch, error):
     cut_off(it)
 
-    def away(order, **options):
+    def away(order, patience_s):
+        assert patience_s == (60.0 if isinstance(error, Exception) else 15.0)
         raise UnavailableError("K2-UNA-001", "The Kubernetes API has not answered for 60 s.")
 
     said = []
