@@ -172,12 +172,13 @@ class KubeApi:
 
     def _open_logged_in(self, *request: Any) -> Any:
         """Send one request; a login that is refused is read anew once: its token may have been rotated since."""
-        response = self._open(*request)
+        client = self._client
+        response = self._open(client, *request)
         if response.status != HTTPStatus.UNAUTHORIZED:
             return response
         response.close()
-        self._client = self._logged_in_anew()
-        return self._open(*request)
+        client = self._client = self._logged_in_anew()
+        return self._open(client, *request)
 
     def _logged_in_anew(self) -> Any:
         """Return a client of the kubeconfig as it is now; one that is being written is not given up for good."""
@@ -195,6 +196,7 @@ class KubeApi:
 
     def _open(
         self,
+        client: Any,
         method: str,
         path: str,
         query: Mapping[str, str],
@@ -202,13 +204,13 @@ class KubeApi:
         content_type: str,
         silence_s: float,
     ) -> Any:
-        """Send one request and return the answer, its body to be read; OSError if there is none."""
+        """Send one request by a client and return the answer, its body to be read; OSError if there is none."""
         from urllib3.exceptions import HTTPError
 
         resource = path + (f"?{urlencode(query)}" if query else "")
         headers = {"Accept": "application/json, */*", "Content-Type": content_type}
         # Puts in the login: a token, or what an exec plugin gives, which is run again when that expires.
-        method, url, headers, content, _ = self._client.param_serialize(
+        method, url, headers, content, _ = client.param_serialize(
             method=method,
             resource_path=resource,
             header_params=headers,
@@ -216,7 +218,7 @@ class KubeApi:
             auth_settings=["BearerToken"],
         )
         try:
-            return self._client.rest_client.pool_manager.request(
+            return client.rest_client.pool_manager.request(
                 method,
                 url,
                 headers=headers,

@@ -29,21 +29,20 @@ class PinnedApi(KubeApi):
         self._uid = uid
         self._known_client: Any = None
 
-    def _open(self, *request: Any) -> Any:
+    def _open(self, client: Any, *request: Any) -> Any:
         """Send one request to the expected cluster; to another one none is sent but the question who it is.
 
         Raises:
             InputError: it is another cluster (K2-INP-009).
         """
-        client = self._client
         if client is not self._known_client:
-            answer = super()._open("GET", _QUESTION, {}, None, JSON, self._timeout_s)
+            answer = super()._open(client, "GET", _QUESTION, {}, None, JSON, self._timeout_s)
             if answer.status >= HTTPStatus.BAD_REQUEST and answer.status != HTTPStatus.NOT_FOUND:
                 # No login, no right, no time: what the server says to this it says to the request, too.
                 return answer
             self._check_uid(_uid_in(answer))
             self._known_client = client
-        return super()._open(*request)
+        return super()._open(client, *request)
 
     def _check_uid(self, got: str) -> None:
         kubeconfig, context = self._login
@@ -62,10 +61,11 @@ class PinnedApi(KubeApi):
 def _uid_in(answer: Any) -> str:
     """Return the uid of the namespace that the server answers with; empty if there is none."""
     data = b"".join(WatchStream(answer).blocks())
-    if answer.status == HTTPStatus.NOT_FOUND:
-        return ""
     try:
-        return str(json.loads(data)["metadata"]["uid"])
+        said = json.loads(data)
+        if answer.status == HTTPStatus.NOT_FOUND and said["kind"] == "Status":
+            return ""  # of something in front of the server a 404 says nothing
+        return str(said["metadata"]["uid"])
     except (ValueError, KeyError, TypeError) as error:
         raise BrokenAnswerError("the answer is no namespace") from error
 

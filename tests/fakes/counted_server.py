@@ -39,7 +39,9 @@ def counted_server(uid: str = "") -> Iterator[Counted]:
             is_asked = (self.command, self.path) == ("GET", "/api/v1/namespaces/kube-system")
             status = (seen.refusal or (200 if seen.uid else 404)) if is_asked else seen.otherwise
             body = json.dumps(
-                {"metadata": {"name": "kube-system", "uid": seen.uid}} if status == 200 else {"message": "no"}
+                {"metadata": {"name": "kube-system", "uid": seen.uid}}
+                if status == 200
+                else {"kind": "Status", "message": "no"}
             ).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))

@@ -12,8 +12,9 @@ from tasks import wiring
 from tasks.adapters.cluster import KubeCluster
 from tasks.adapters.kube_api import KubeApi
 from tasks.adapters.pinned_api import PinnedApi
-from tasks.core.errors import InputError, UnavailableError
+from tasks.core.errors import After, InputError, UnavailableError
 from tasks.progress import TerminalProgress
+from tests.contract.odd_server import odd_server, send
 from tests.fakes.counted_server import Counted, counted_server, write_kubeconfig
 from tests.fakes.site_files import write_site
 
@@ -83,6 +84,34 @@ def test_a_login_that_is_read_anew_is_asked_again(tmp_path: Path) -> None:
             cluster.list_objects("Node")
         assert caught.value.code == "K2-INP-009"
         assert second.requests == [QUESTION]
+
+
+def test_what_is_in_front_of_a_cluster_is_no_other_cluster(tmp_path: Path) -> None:
+    with odd_server(lambda handler: send(handler, 404, b"default backend - 404")) as url:
+        kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", ("ours", url))
+        with pytest.raises(UnavailableError) as caught:
+            KubeCluster(str(kubeconfig), "ours", "k2", cluster_uid=UID, tries=1).list_objects("Node")
+    assert isinstance(caught.value.retry, After)
+
+
+def test_what_was_asked_who_it_is_is_what_gets_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread reads a new login, of another cluster, between the two."""
+    with counted_server(UID) as first, counted_server(OTHER) as second:
+        other = KubeApi(str(write_kubeconfig(tmp_path / "other", ("ours", second.url))), "ours", timeout_s=2.0, tries=1)
+        api = PinnedApi(
+            str(write_kubeconfig(tmp_path / "kubeconfig", ("ours", first.url))), "ours", UID, timeout_s=2.0, tries=1
+        )
+        real = api._check_uid
+
+        def check(got: str) -> None:
+            real(got)
+            api._client = other._client
+
+        monkeypatch.setattr(api, "_check_uid", check)
+        with pytest.raises(UnavailableError):
+            api.object("GET", "/api/v1/nodes/x", where="Node/x")
+        assert first.requests[:2] == [QUESTION, "GET /api/v1/nodes/x"]
+        assert not [asked for asked in second.requests if asked != QUESTION]
 
 
 @pytest.mark.parametrize(("status", "error"), [(403, "forbids it"), (401, "does not know this identity")])
