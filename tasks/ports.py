@@ -134,6 +134,10 @@ class Mirror(Protocol):
         ...
 
 
+SILENT_S = "silent_s"
+"""Detail of the error of a mirror: for how many seconds nobody has answered by then."""
+
+
 class Cluster(Protocol):
     """A Kubernetes API. Objects are plain dicts with apiVersion and kind.
 

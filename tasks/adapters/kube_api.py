@@ -21,6 +21,7 @@ from tasks.ports import Object
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 JSON = "application/json"
+READY = "/readyz"
 _FIRST_PAUSE_S = 0.2
 _SETTLING_S = 10.0
 Answer = TypeVar("Answer")
@@ -98,7 +99,7 @@ class KubeApi:
         deadline = time.monotonic() + _SETTLING_S
         while True:
             try:
-                status, _, _ = self._send("GET", "/readyz", {}, None, JSON)
+                status, _, _ = self._send("GET", READY, {}, None, JSON)
             except OSError as error:
                 raise no_answer(error, where) from error
             if status < HTTPStatus.BAD_REQUEST:

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import Protocol, Self
 
 from tasks.core.errors import After, K2Error, Never, UnavailableError
-from tasks.ports import Object
+from tasks.ports import SILENT_S, Object
 
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 2.0
@@ -37,11 +37,13 @@ class WatchTimes:
         window_s: after which the server ends a watch in order; each end confirms what is known.
         grace_s: how much later than that a watch is given up as held.
         limit_s: how old the last confirmation may be for the objects still to be shown.
+        failing_s: the same where it is known that nobody answers: each try to watch again has failed since.
     """
 
     window_s: float = 20.0
     grace_s: float = 5.0
     limit_s: float = 45.0
+    failing_s: float = 5.0
 
 
 DEFAULT_TIMES = WatchTimes()
@@ -90,6 +92,7 @@ class KubeMirror:
         self._heard = threading.Event()
         self._closed = threading.Event()
         self._confirmed_at = time.monotonic()
+        self._failing_since: float | None = None
         self._error: K2Error | None = None
         self._stream: Stream | None = None
         self._version = ""
@@ -119,13 +122,13 @@ class KubeMirror:
             K2Error: what the server says for good, such as a missing right; once listed, only beyond the limit.
         """
         self._heard.wait(self._times.limit_s)
-        silent_s = self.unconfirmed_s()
+        silent_s, failing_s = self.unconfirmed_s(), self._failing_s()
         error = self._error
         # Once something was listed a refusal is doubted as silence is: a server that has just started refuses all.
         doubted = self._listed.is_set() and silent_s <= self._times.limit_s
         if error is not None and isinstance(error.retry, Never) and not doubted:
             raise error
-        if not self._listed.is_set() or silent_s > self._times.limit_s:
+        if not self._listed.is_set() or silent_s > self._times.limit_s or failing_s > self._times.failing_s:
             raise UnavailableError(
                 "K2-UNA-001",
                 f"The API server has not confirmed what is known of {self._where}.",
@@ -133,6 +136,7 @@ class KubeMirror:
                 got=f"nothing for {silent_s:.0f} s" + (f" ({error.summary})" if error else ""),
                 expected=f"a word at least every {self._times.limit_s:.0f} s",
                 retry=After(2.0),
+                details={SILENT_S: failing_s},
             )
         with self._lock:
             return [copy.deepcopy(obj) for _, obj in sorted(self._known.items())]
@@ -140,6 +144,10 @@ class KubeMirror:
     def unconfirmed_s(self) -> float:
         """Return how long ago the server last confirmed what is known."""
         return time.monotonic() - self._confirmed_at
+
+    def _failing_s(self) -> float:
+        since = self._failing_since
+        return 0.0 if since is None else time.monotonic() - since
 
     # -- the thread
 
@@ -162,6 +170,8 @@ class KubeMirror:
             else:
                 pause_s = _FIRST_PAUSE_S
                 continue
+            if self._failing_since is None and _is_silence(self._error):
+                self._failing_since = time.monotonic()
             self._closed.wait(pause_s)
             pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
 
@@ -179,6 +189,7 @@ class KubeMirror:
         times = self._times
         began = time.monotonic()
         stream = self._source.watch(self._version, times.window_s, times.window_s + times.grace_s)
+        self._failing_since = None  # somebody answers
         with self._lock:
             self._stream = stream
         if self._closed.is_set():  # between the two lines above `close` had no stream to close
@@ -212,7 +223,12 @@ class KubeMirror:
 
     def _confirm(self) -> None:
         self._confirmed_at = time.monotonic()
+        self._failing_since = None
         self._error = None
+
+
+def _is_silence(error: K2Error | None) -> bool:
+    return error is not None and isinstance(error.retry, After)
 
 
 def _broken(error: Exception, where: str) -> UnavailableError:

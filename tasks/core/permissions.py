@@ -21,7 +21,7 @@ PIPELINE = "k2-pipeline"
 RULES = "manifests/base/20-rights.yaml"
 RUNBOOK = "infra/runbooks/rights-missing.md"
 _PIPELINE_ACCOUNT = re.compile(rf"system:serviceaccount:(?P<namespace>[^:]+):{PIPELINE}")
-_APPLY_ALL = "k2ctl site init --release RELEASE"
+_APPLY_ALL = "k2ctl site init --release RELEASE --kubeconfig admin.kubeconfig"
 _MAX_RULES_IN_A_COMMAND = 4
 _SHOWN_RIGHTS = 6
 # As kube-apiserver words it: pkg/endpoints/handlers/responsewriters, `forbiddenMessage`.
@@ -190,18 +190,19 @@ def grant_command(identity: str, missing: Sequence[Right], asked: Sequence[Right
     """Return the command of an administrator that gives an identity what it lacks.
 
     Where all rights of a scope are missing, it is the binding that is, or role and binding: no rule helps. Where some
-    are there, the role is an older one. The pipeline's own account is bound by the manifests, another identity by hand.
+    are there, the role is an older one. A single refusal (nothing was `asked`) of something cluster-wide may be either:
+    nothing but the namespace has a binding of its own there. The pipeline's own account is bound by the manifests,
+    another identity by hand.
     """
     namespace = next((right.namespace for right in missing if right.namespace), "")
     unbound = _unbound_scopes(missing, asked)
     ours = _PIPELINE_ACCOUNT.fullmatch(identity)
     if ours is None or (namespace and ours["namespace"] != namespace):
         bind = _bind_command(identity, namespace, any(not right.namespace for right in missing))
-        # Of a single refusal nobody knows which it is.
         return bind if {right.namespace for right in missing} <= unbound else f"{_APPLY_ALL} && {{ {bind}; }}"
     in_namespace = rules_for(right for right in missing if right.namespace)
     cluster_wide = rules_for(right for right in missing if not right.namespace)
-    if unbound or len(in_namespace) + len(cluster_wide) > _MAX_RULES_IN_A_COMMAND:
+    if unbound or not (asked or in_namespace) or len(in_namespace) + len(cluster_wide) > _MAX_RULES_IN_A_COMMAND:
         return _APPLY_ALL
     commands = [_patch_command(f"-n {namespace} patch role", in_namespace)] if in_namespace else []
     commands += [_patch_command("patch clusterrole", cluster_wide)] if cluster_wide else []

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tasks.core.errors import After, ConflictError, K2Error, Never, UnavailableError
 from tasks.core.fields import contains
 from tasks.core.permissions import Right
-from tasks.ports import Clock, Cluster, Mirror, Object
+from tasks.ports import SILENT_S, Clock, Cluster, Mirror, Object
 from tasks.steps.context import Ports
 
 Outcome = TypeVar("Outcome")
@@ -24,6 +24,8 @@ API_PATIENCE_S = 600.0
 """How long a flow waits for an API server. A restart takes seconds, a control plane's repair minutes."""
 _PAUSE_S = 1.0
 _SAY_EVERY_S = 10.0
+_SAY_AFTER_S = 2.0
+"""The mirrors of a view come back one after another within two seconds; that is no outage each."""
 _SILENCE = "K2-UNA-001"
 _REFUSALS = (_SILENCE, "K2-RGT-001")
 _REFUSAL_S = 10.0
@@ -81,7 +83,8 @@ class PatientCluster:
         self._patience_s = patience_s
         self._silent_s = 0.0
         self._silent_since: float | None = None
-        self._said = -math.inf
+        self._answered_at = -math.inf
+        self._said: float | None = None
 
     @property
     def silent_s(self) -> float:
@@ -194,7 +197,8 @@ class PatientCluster:
         """
         now = self._clock.now()
         if self._silent_since is None:
-            self._silent_since, self._said = began, -math.inf
+            known_s = float(error.details.get(SILENT_S, 0.0))  # a mirror has met the silence before its reader does
+            self._silent_since, self._said = max(self._answered_at, began - known_s), None
         silent_s = now - self._silent_since
         if silent_s >= self._patience_s:
             raise UnavailableError(
@@ -206,7 +210,7 @@ class PatientCluster:
                 hint="kubectl get --raw /readyz; once it answers, run the same command again",
                 retry=Never(),
             ) from error
-        if now - self._said >= _SAY_EVERY_S:
+        if now - self._said >= _SAY_EVERY_S if self._said is not None else silent_s >= _SAY_AFTER_S:
             self._said = now
             self._say(_waiting(error, silent_s, self._patience_s - silent_s))
         self._clock.sleep(_PAUSE_S)
@@ -217,7 +221,9 @@ class PatientCluster:
             silent_s = self._clock.now() - self._silent_since
             self._silent_s += silent_s
             self._silent_since = None
-            self._say(f"Kubernetes API: answers again after {silent_s:.0f} s")
+            if self._said is not None:
+                self._say(f"Kubernetes API: answers again after {silent_s:.0f} s")
+        self._answered_at = self._clock.now()
 
 
 def _doubt_s(error: K2Error) -> float:

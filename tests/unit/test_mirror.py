@@ -12,7 +12,7 @@ import pytest
 
 from tasks.adapters.mirror import ExpiredError, KubeMirror, WatchTimes
 from tasks.core.errors import After, K2Error, Never, UnavailableError
-from tasks.ports import Object
+from tasks.ports import SILENT_S, Object
 
 TIMES = WatchTimes(window_s=0.4, grace_s=0.2, limit_s=1.5)
 
@@ -112,6 +112,31 @@ def test_it_shows_the_list_and_then_each_change():
         mirror.objects()[0]["metadata"]["name"] = "mine"
         assert names(mirror) == ["a", "c"]
     assert server.lists == 1
+
+
+def test_a_server_that_is_known_not_to_answer_is_not_believed_for_as_long_as_one_that_may_be_held():
+    server = Server(pod("a", 1))
+    server.scripts = [lambda stream: stream.items.put(CUT)]
+    with KubeMirror(server, "Pod", WatchTimes(30, 1, 60, failing_s=0.4)) as mirror:
+        assert names(mirror) == ["a"]
+        server.failing = UnavailableError("K2-UNA-001", "Refused.", retry=After(1))
+        began = time.monotonic()
+        eventually(lambda: refused(mirror) is not None)
+        assert 0.3 <= time.monotonic() - began < 3
+        error = refused(mirror)
+        assert "Refused." in error.got
+        assert 0.4 < error.details[SILENT_S] < time.monotonic() - began + 0.5
+        server.scripts, server.failing = [ending], None
+        eventually(lambda: refused(mirror) is None)
+        assert names(mirror) == ["a"]
+
+
+def refused(mirror: KubeMirror) -> UnavailableError | None:
+    try:
+        mirror.objects()
+    except UnavailableError as error:
+        return error
+    return None
 
 
 def test_the_next_watch_goes_on_from_the_last_version_that_was_told():

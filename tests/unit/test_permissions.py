@@ -196,7 +196,7 @@ def test_many_missing_rights_are_all_in_the_details_and_few_on_the_line():
     error = rights_error(ACCOUNT, missing, "c")
     assert error.got.count("get things") == 6 and error.got.endswith("; and 3 more")
     assert len(error.details["missing"]) == 9
-    assert error.hint.endswith("k2ctl site init --release RELEASE")
+    assert error.hint.endswith("k2ctl site init --release RELEASE --kubeconfig admin.kubeconfig")
 
 
 def test_another_identity_that_has_nothing_is_bound_to_the_roles():
@@ -225,10 +225,12 @@ def test_another_identity_that_lacks_some_rights_may_be_bound_to_an_older_role()
     # It has the one, or was asked about nothing else, so that nobody knows.
     for asked in ([LIST_NODES, list_pods], []):
         command = grant_command("jane", [LIST_NODES], asked)
-        assert command == f"k2ctl site init --release RELEASE && {{ {bind}; }}"
+        assert command == f"k2ctl site init --release RELEASE --kubeconfig admin.kubeconfig && {{ {bind}; }}"
     # All of the one scope, some of the other.
     mixed = grant_command("jane", [PATCH_GROUPS, LIST_NODES], [PATCH_GROUPS, LIST_NODES, list_pods])
-    assert mixed.startswith("k2ctl site init --release RELEASE && { kubectl -n k2 create rolebinding ")
+    assert mixed.startswith(
+        "k2ctl site init --release RELEASE --kubeconfig admin.kubeconfig && { kubectl -n k2 create rolebinding "
+    )
     assert mixed.endswith(f"; {bind}; }}")
 
 
@@ -236,9 +238,19 @@ def test_an_account_that_has_nothing_of_a_scope_lacks_the_binding_and_no_rule():
     list_pods = Right("", "pods", "list")
     asked = [PATCH_GROUPS, LIST_NODES, list_pods]
     for missing in ([PATCH_GROUPS], [LIST_NODES, list_pods], [PATCH_GROUPS, LIST_NODES], asked):
-        assert grant_command(ACCOUNT, missing, asked) == "k2ctl site init --release RELEASE"
+        assert (
+            grant_command(ACCOUNT, missing, asked) == "k2ctl site init --release RELEASE --kubeconfig admin.kubeconfig"
+        )
     assert grant_command(ACCOUNT, [LIST_NODES], asked).startswith("kubectl patch clusterrole k2-pipeline")
-    assert rights_error(ACCOUNT, [PATCH_GROUPS], "c", asked).hint.endswith("k2ctl site init --release RELEASE")
+    assert rights_error(ACCOUNT, [PATCH_GROUPS], "c", asked).hint.endswith(
+        "k2ctl site init --release RELEASE --kubeconfig admin.kubeconfig"
+    )
+
+
+def test_a_single_refusal_of_something_cluster_wide_may_be_a_missing_binding():
+    assert grant_command(ACCOUNT, [KUBE_SYSTEM]).startswith("k2ctl site init")
+    others = [replace(KUBE_SYSTEM, name="another")]
+    assert grant_command(ACCOUNT, [KUBE_SYSTEM], [KUBE_SYSTEM, *others]).startswith("kubectl patch clusterrole")
 
 
 def test_the_command_gives_rules_that_are_the_missing_rights():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from tasks import wiring
+from tasks.adapters.access import ACCESS_REVIEWS
 from tasks.adapters.cluster import KubeCluster
 from tasks.adapters.kube_api import KubeApi
 from tasks.adapters.pinned_api import PinnedApi
 from tasks.core.errors import After, InputError, UnavailableError
+from tasks.core.permissions import Right
 from tasks.progress import TerminalProgress
 from tests.contract.odd_server import odd_server, send
 from tests.fakes.counted_server import Counted, counted_server, write_kubeconfig
@@ -84,6 +87,17 @@ def test_a_login_that_is_read_anew_is_asked_again(tmp_path: Path) -> None:
             cluster.list_objects("Node")
         assert caught.value.code == "K2-INP-009"
         assert second.requests == [QUESTION]
+
+
+def test_who_may_not_ask_may_ask_what_is_missing(tmp_path: Path) -> None:
+    """Else the first of all rights would be the only one that is ever named, and its refusal doubted for long."""
+    with counted_server(UID) as server:
+        server.refusal = 403
+        began = time.monotonic()
+        with pytest.raises(UnavailableError):
+            pinned(tmp_path, server).missing_rights([Right("", "pods", "list", "k2")])
+        assert time.monotonic() - began < 5
+        assert set(server.requests) - {QUESTION, "GET /readyz"} == {f"POST {ACCESS_REVIEWS}"}
 
 
 def test_what_is_in_front_of_a_cluster_is_no_other_cluster(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 
 from tasks.core.errors import After, ConflictError, InputError, Never, UnavailableError
 from tasks.core.fields import contains
 from tasks.core.lease import LEASE, read_lease
-from tasks.ports import Object
+from tasks.ports import SILENT_S, Object
 from tasks.steps.patience import Deadline, PatientCluster
 from tests.fakes.memory_cluster import MemoryCluster
 from tests.fakes.small_world import World
@@ -68,10 +71,39 @@ def test_a_call_waits_for_the_api_and_says_so(it):
     it.away(60)
     assert it.cluster.get("ConfigMap", "a")["data"] == {"x": "1"}
     assert 60 <= sum(it.clock.slept) <= 61
-    assert len(it.said) == 7  # at once, every ten seconds, and that it is back
-    assert "gives up in 300 s" in it.said[0]
+    assert len(it.said) == 7  # after two seconds, then every ten, and that it is back
+    assert "gives up in 298 s" in it.said[0]
     assert it.said[-1] == "Kubernetes API: answers again after 60 s"
     assert it.cluster.silent_s == 60
+
+
+def test_a_moment_without_an_answer_is_waited_out_in_silence(it):
+    it.memory.apply(config(x="1"))
+    it.away(1.5)
+    assert it.cluster.get("ConfigMap", "a") is not None
+    assert it.said == []
+    assert it.cluster.silent_s == 2
+
+
+def test_a_silence_that_a_mirror_has_met_before_counts_from_there(it):
+    """A watch that cannot be begun again knows for seconds what its reader hears only when it looks."""
+    errors = iter([UnavailableError("K2-UNA-001", "No.", retry=After(1), details={SILENT_S: 7.0})] * 2)
+    it.clock.sleep(100.0)
+
+    def objects():
+        for error in errors:
+            raise error
+        return []
+
+    it.memory.mirror = lambda *args, **scope: nullcontext(SimpleNamespace(objects=objects, unconfirmed_s=lambda: 0.0))
+    with it.cluster.mirror("Pod") as mirror:
+        assert mirror.objects() == []
+    assert it.cluster.silent_s == 9
+    assert it.said[-1] == "Kubernetes API: answers again after 9 s"
+    errors = iter([UnavailableError("K2-UNA-001", "No.", retry=After(1), details={SILENT_S: 50.0})])
+    with it.cluster.mirror("Pod") as mirror:  # another mirror that had met the same silence
+        mirror.objects()
+    assert it.cluster.silent_s == 10, "no second is counted twice"
 
 
 def test_every_call_of_the_port_waits(it):

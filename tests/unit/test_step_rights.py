@@ -87,4 +87,4 @@ def test_an_account_that_nobody_bound_is_not_given_rules_but_bindings(prepared, 
     world.cluster.removed_rights = {right for right in world.ports().rights if right.namespace == namespace}
     with pytest.raises(RightsError) as caught:
         check_rights(world.ports())
-    assert caught.value.hint.endswith("runs: k2ctl site init --release RELEASE")
+    assert caught.value.hint.endswith("runs: k2ctl site init --release RELEASE --kubeconfig admin.kubeconfig")

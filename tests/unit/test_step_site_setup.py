@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.core.errors import NotReadyError
+from tasks.core.errors import ConflictError, NotReadyError
 from tasks.core.route import LIVE_ROUTE
 from tasks.steps.site_setup import set_up_site
 from tests.fakes.pipeline import make_live
@@ -43,3 +43,38 @@ def test_a_parking_backend_that_does_not_come_up_is_said():
     with pytest.raises(NotReadyError) as caught:
         set_up(world)
     assert caught.value.where == "k2-parking"
+
+
+def test_rules_that_another_hand_has_changed_are_ours_again():
+    """What the error of a missing right asks an administrator for is no reason to refuse the next set-up."""
+    world = World()
+    ours = world.cluster.get("Role", "k2-pipeline")["rules"]
+    added = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+    world.cluster.edit("Role", "k2-pipeline", lambda role: role.update(rules=[*ours[1:], added]))
+    conflicts(world, "Role")
+    set_up(world)
+    assert world.cluster.get("Role", "k2-pipeline")["rules"] == ours
+    assert any("Role k2-pipeline" in line and "another hand" in line for line in world.progress.lines)
+
+
+def test_another_object_that_another_hand_has_changed_stays_as_it_is():
+    world = World()
+    world.cluster.edit("Deployment", "k2-parking", lambda deployment: deployment["spec"].update(replicas=5))
+    conflicts(world, "Deployment")
+    with pytest.raises(ConflictError):
+        set_up(world)
+    assert world.cluster.get("Deployment", "k2-parking")["spec"]["replicas"] == 5
+
+
+def conflicts(world, kind):
+    """Have an apply refused, as server-side apply does it, while the object has another value than the applied one."""
+    real = world.cluster.apply
+
+    def apply(obj, *, dry_run=False):
+        there = world.cluster.get(obj["kind"], obj["metadata"]["name"])
+        same = there is not None and all(there.get(key) == obj[key] for key in ("rules", "spec") if key in obj)
+        if obj["kind"] == kind and not same:
+            raise ConflictError("K2-CON-005", "Apply failed with 1 conflict.")
+        return real(obj, dry_run=dry_run)
+
+    world.cluster.apply = apply
