@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import signal
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,12 +158,18 @@ def _is_submitted(target: _Target) -> bool:
 def _run_here(site: Site, name: str, parameters: dict[str, Any]) -> Ended:
     use_server_for(site)
     show_steps_here()
+    # Prefect has its own while a flow runs, and sends the signal again when the flow has ended in order.
+    signal.signal(signal.SIGTERM, _ended_by_signal)
     from flows.promote import promote as promote_flow
     from flows.release import release as release_flow
     from flows.retire import retire as retire_flow
 
     flow: Any = {"release": release_flow, "promote": promote_flow, "retire": retire_flow}[name]
     return Ended("local", dict(flow(**parameters)), "")
+
+
+def _ended_by_signal(*_: object) -> None:
+    raise KeyboardInterrupt("ended by SIGTERM; run the same command again to resume")
 
 
 def _dry_run(args: Namespace) -> int:

@@ -14,7 +14,7 @@ import yaml
 from flows.console.submission import say
 from tasks import wiring
 from tasks.core.access import Access
-from tasks.core.errors import CATALOGUE, ExitCode, InputError, IntegrityError, NotReadyError, UnavailableError
+from tasks.core.errors import CATALOGUE, ExitCode, InputError, IntegrityError, UnavailableError
 from tasks.core.lock import Lock, lock_from_data
 from tasks.core.plan import Plan, plan_rows
 from tasks.core.receipt_view import receipt_lines
@@ -231,7 +231,7 @@ def _check_answer(answer: Answer, serving: str) -> None:
     Raises:
         InputError: the request was refused (HTTP 4xx).
         UnavailableError: anything else than an answer.
-        NotReadyError: another set than `serving` has answered.
+        InputError: another set than `serving` has answered.
     """
     wanted = f"an answer of set {serving}" if serving else "an answer"
     if answer.status != _OK:
@@ -240,8 +240,8 @@ def _check_answer(answer: Answer, serving: str) -> None:
             raise InputError("K2-INP-001", "The request was refused.", where="PROMPT", got=got, expected=wanted)
         raise UnavailableError("K2-UNA-001", "The prompt was not answered.", where="gateway", got=got, expected=wanted)
     if serving and answer.served_by != serving:
-        raise NotReadyError(
-            "K2-RDY-002",
+        raise InputError(
+            "K2-INP-001",
             "No set of this serving digest has a probe route; another one has answered.",
             where="--serving",
             got=answer.served_by or "nobody says so",

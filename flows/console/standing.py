@@ -18,6 +18,8 @@ from tasks.steps.context import Ports
 from tasks.steps.documents import get_live
 from tasks.steps.journal import states
 
+_OPEN = "not ended"
+_WHO_RUNS = "Who does: the run in Prefect, and the lease above in a shift. Only a dead one is started again."
 _LOOK = "kubectl -n k2 get httproute k2-live -o yaml --show-managed-fields; infra/runbooks/lease-held.md"
 
 
@@ -89,9 +91,10 @@ def _step_row(state: StepState) -> dict[str, Any]:
     """Return a step for the report; a failed one says why."""
     row = {
         "name": state.step,
-        "outcome": state.outcome,
+        "outcome": _OPEN if state.outcome == "interrupted" else state.outcome,
         "attempts": state.attempts,
         "seconds": round(state.seconds, 1),
+        "began": utc_time(state.began_at) if state.began_at else None,
         "ended": utc_time(state.ended_at) if state.ended_at else None,
     }
     error = state.data.get("error")
@@ -108,12 +111,12 @@ def _print(data: dict[str, Any]) -> None:
         print(f"lease    held by {lease['holder']}, generation {lease['generation']}{expired}")
     for step in data.get("steps", []):
         tries = f"{step['attempts']} tr{'y' if step['attempts'] == 1 else 'ies'}"
-        print(
-            f"step     {step['name']:<12}{step['outcome']:<12}{step['ended'] or 'not ended':<22}"
-            f"{step['seconds']:>9} s  {tries}"
-        )
+        when = step["ended"] or f"began {step['began']}"
+        print(f"step     {step['name']:<12}{step['outcome']:<12}{when:<28}{step['seconds']:>9} s  {tries}")
         if "error" in step:
             print(f"           {step['error']['code']} {step['error']['summary']} {step['error']['got']}")
+    if any(step["outcome"] == _OPEN for step in data.get("steps", [])):
+        print(f"         {_OPEN}: it runs, or its flow has died; the ledger alone cannot tell. {_WHO_RUNS}")
 
 
 def _print_route(route: dict[str, Any] | None) -> None:

@@ -54,7 +54,11 @@ def cut(message: str) -> str:
 def no_answer(error: OSError, where: str) -> UnavailableError:
     """Return the error of a request that nobody answered."""
     return UnavailableError(
-        "K2-UNA-001", f"The API server did not answer: {type(error).__name__}.", where=where, retry=After(2.0)
+        "K2-UNA-001",
+        f"The API server did not answer: {type(error).__name__}.",
+        where=where,
+        hint="kubectl get --raw /readyz; infra/runbooks/api-away.md; once it answers, run the same command again",
+        retry=After(2.0),
     )
 
 

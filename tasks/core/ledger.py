@@ -121,6 +121,7 @@ class StepState:
     seconds: float
     data: Mapping[str, Any]
     ended_at: float = 0.0
+    began_at: float = 0.0
 
 
 def fold(records: Iterable[Record]) -> dict[str, StepState]:
@@ -133,11 +134,14 @@ def fold(records: Iterable[Record]) -> dict[str, StepState]:
         if record.event == STARTED:
             begun[record.step] = record.at
             kept = before.data if before else {}
-            states[record.step] = StepState(record.step, "interrupted", attempts + 1, 0.0, kept)
+            states[record.step] = StepState(record.step, "interrupted", attempts + 1, 0.0, kept, began_at=record.at)
         else:
-            seconds = record.at - begun.get(record.step, record.at)
+            began = begun.get(record.step, record.at)
+            seconds = record.at - began
             outcome = "failed" if record.event == FAILED else str(record.data.get("outcome", "done"))
-            states[record.step] = StepState(record.step, outcome, max(attempts, 1), seconds, record.data, record.at)
+            states[record.step] = StepState(
+                record.step, outcome, max(attempts, 1), seconds, record.data, record.at, began
+            )
     return states
 
 

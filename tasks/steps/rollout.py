@@ -96,7 +96,8 @@ def _wait_for(ports: Ports, subject: Subject, nodes: Sequence[str], view: _View)
             ports.progress.say(
                 f"rollout: waiting for {state.summary}; {state.news + ' ' if state.news else ''}"
                 f"{waiting_cost(said - began, usd_per_hour)}; "
-                f"gives up in {deadline.left_s:.0f} s; kubectl get pods -l {SERVING_LABEL}={subject.serving}"
+                f"gives up in {deadline.left_s:.0f} s; "
+                f"kubectl -n {ports.site.namespace} get pods -l {SERVING_LABEL}={subject.serving}"
             )
         ports.clock.sleep(_POLL_S)
 

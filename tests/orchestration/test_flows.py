@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 import traceback
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFilter, LogFilterFlowRunId
 
+from flows.console import releasing
 from flows.promote import promote
 from flows.release import release as release_flow
 from flows.retire import retire
@@ -234,3 +237,20 @@ def what_prefect_knows(run_id: str) -> str:
         tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run])))
         known = [client.read_flow_run(run), *tasks, *lines]
     return "\n".join(one.model_dump_json() for one in known)
+
+
+def test_a_flow_in_this_process_that_is_told_to_end_says_how_to_go_on(
+    site: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect takes the signal while the flow runs, and sends it again when that has ended."""
+    what = release("k2-ended-1")
+    write_release(tmp_path, what)
+    monkeypatch.setattr(releasing, "use_server_for", lambda site: None)
+    site.engine.on_ask = lambda serving: os.kill(os.getpid(), signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="run the same command again"):
+            releasing._run_here(site.site, "release", {"release": what.id})
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert states(site.store, what.id)["warm"].outcome == "failed"

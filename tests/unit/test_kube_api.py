@@ -25,11 +25,11 @@ class Prepared(KubeApi):
     """Gives prepared answers by path, the last one again and again."""
 
     def __init__(self, **answers):
-        self._timeout_s, self._tries, self._longest_wait_s = 1.0, 2, 1.0
+        self._client, self._timeout_s, self._tries, self._longest_wait_s = None, 1.0, 2, 1.0
         self.answers = {PODS: answers["pods"], READY: answers["readyz"]}
         self.asked = []
 
-    def _open(self, method, path, query, body, content_type, silence_s):
+    def _open(self, client, method, path, query, body, content_type, silence_s):
         self.asked.append(path)
         left = self.answers[path]
         status, headers, data = left.pop(0) if len(left) > 1 else left[0]

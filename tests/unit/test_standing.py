@@ -10,6 +10,7 @@ import pytest
 
 from flows.console import standing
 from tasks.core.errors import UnavailableError
+from tasks.core.ledger import StepState
 from tasks.core.route import LIVE_ROUTE
 from tests.fakes.shifting_world import OLD, Shifting
 
@@ -63,3 +64,13 @@ def test_weights_are_shown_while_the_store_is_down(it, monkeypatch, capsys):
     assert data["route"]["weights"] == {OLD.id: 100}
     assert data["live"] is None
     assert data["unread"][0]["code"] == "K2-UNA-001"
+
+
+def test_a_step_without_an_end_is_not_said_to_have_died(capsys):
+    """The ledger alone cannot tell a step that runs from one whose flow was killed."""
+    running = StepState("pull", "interrupted", 1, 0.0, {}, began_at=1_700_000_000.0)
+    row = standing._step_row(running)
+    assert (row["outcome"], row["began"], row["ended"]) == ("not ended", "2023-11-14 22:13:20Z", None)
+    standing._print({"site": "s", "live": None, "unread": [], "route": None, "lease": None, "steps": [row]})
+    out = capsys.readouterr().out
+    assert "began 2023-11-14 22:13:20Z" in out and "it runs, or its flow has died" in out
