@@ -8,10 +8,11 @@ from typing import Any
 from tasks.core.errors import ConflictError, NotReadyError
 from tasks.core.render import render_base, render_live_route
 from tasks.core.route import LIVE_ROUTE, PARKING, RouteState, to_annotations
-from tasks.steps.context import Ports
+from tasks.steps.context import FIELD_MANAGER, Ports
 from tasks.steps.traffic import route_is_live
 
 _PARKING_DEADLINE_S = 120.0
+_MANAGED_BY = "app.kubernetes.io/managed-by"
 _ROLES = ("Role", "ClusterRole")
 
 
@@ -46,7 +47,7 @@ def _apply(ports: Ports, obj: dict[str, Any]) -> None:
     except ConflictError:
         kind, name = obj["kind"], obj["metadata"]["name"]
         there = ports.cluster.get(kind, name) if kind in _ROLES else None
-        if there is None:
+        if there is None or (there["metadata"].get("labels") or {}).get(_MANAGED_BY) != FIELD_MANAGER:
             raise
         ports.progress.say(f"site: the rules of {kind} {name} were changed by another hand; they are ours again")
         ports.cluster.replace({**there, "rules": obj["rules"]})

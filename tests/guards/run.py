@@ -200,8 +200,8 @@ GUARDS = (
         "I5",
         "a watch that is held is given up by its own deadline",
         "tasks/adapters/mirror.py",
-        "times.window_s + times.grace_s)\n        with",
-        "1e6)\n        with",
+        "times.window_s + times.grace_s)\n        self",
+        "1e6)\n        self",
         ("tests/unit/test_mirror.py::test_a_watch_that_is_held_is_given_up_by_its_own_deadline",),
     ),
     Guard(
@@ -322,6 +322,25 @@ GUARDS = (
         "            self._check_uid(_uid_in(answer))\n",
         "",
         ("tests/unit/test_pinned_api.py::test_another_cluster_gets_no_request_but_the_question",),
+    ),
+    Guard(
+        "I9",
+        "only roles of ours have their rules put back",
+        "tasks/steps/site_setup.py",
+        'if there is None or (there["metadata"].get("labels") or {}).get(_MANAGED_BY) != FIELD_MANAGER:\n',
+        "if there is None:\n",
+        ("tests/unit/test_step_site_setup.py::test_a_role_of_our_name_that_is_not_ours_stays_as_it_is",),
+    ),
+    Guard(
+        "I10",
+        "a router that has users is not restarted",
+        "tasks/steps/router_workers.py",
+        "        if _may_have_users(ports, self._serving):\n",
+        "        if False:\n",
+        (
+            "tests/unit/test_step_router_workers.py::test_a_router_with_users_is_not_restarted",
+            "tests/unit/test_step_router_workers.py::test_a_router_whose_route_a_person_wrote_is_not_restarted",
+        ),
     ),
     Guard(
         "I9",

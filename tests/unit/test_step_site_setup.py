@@ -57,6 +57,16 @@ def test_rules_that_another_hand_has_changed_are_ours_again():
     assert any("Role k2-pipeline" in line and "another hand" in line for line in world.progress.lines)
 
 
+def test_a_role_of_our_name_that_is_not_ours_stays_as_it_is():
+    world = World()
+    world.cluster.edit("ClusterRole", "k2-pipeline", lambda role: role.update(rules=[]))
+    world.cluster.edit("ClusterRole", "k2-pipeline", lambda role: role["metadata"].update(labels={"of": "another"}))
+    conflicts(world, "ClusterRole")
+    with pytest.raises(ConflictError):
+        set_up(world)
+    assert world.cluster.get("ClusterRole", "k2-pipeline")["rules"] == []
+
+
 def test_another_object_that_another_hand_has_changed_stays_as_it_is():
     world = World()
     world.cluster.edit("Deployment", "k2-parking", lambda deployment: deployment["spec"].update(replicas=5))
