@@ -240,7 +240,7 @@ GUARDS = (
         "tasks/steps/gating.py",
         "    settle_workers(ports, subject.serving)\n",
         "",
-        ("tests/unit/test_step_router_workers.py::test_a_ghost_is_forgotten_before_smoke",),
+        ("tests/unit/test_step_router_workers.py::test_a_ghost_ends_with_a_new_router_before_smoke",),
     ),
     Guard(
         "I6",
