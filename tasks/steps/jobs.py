@@ -89,7 +89,7 @@ def follow_jobs(
                 for result in results.values():
                     _raised(result)
             shown.show(results, known_pods)
-            if len(results) == len(running):
+            if results.keys() == {job.name for job in running}:
                 return [results[job.name] for job in running]
             ports.clock.sleep(_POLL_S)
 

@@ -336,3 +336,10 @@ def test_a_job_that_ends_between_the_listing_and_the_attaching_is_replaced_and_n
     jobs.cluster.create = create
     jobs.after(5, lambda: jobs.end("a", message='{"new": 1}'))
     assert jobs.run("a")[0].message == {"new": 1}
+
+
+def test_a_job_that_is_asked_for_twice_ends_for_both():
+    jobs = Jobs()
+    jobs.after(5, lambda: jobs.end("a"))
+    both = follow_jobs(jobs.world.ports(), "stage", [job("a"), job("a")], 100, 7200.0, stop_at_failure=False)
+    assert [result.message for result in both] == [{"ok": 1}] * 2
