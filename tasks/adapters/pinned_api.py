@@ -40,6 +40,7 @@ class PinnedApi(KubeApi):
             answer = super()._open(client, "GET", _QUESTION, {}, None, JSON, self._timeout_s)
             if answer.status == HTTPStatus.FORBIDDEN and request[1] in (READY, *REVIEWS):
                 # These store nothing, and say whether the refusal counts and which rights are missing with that one.
+                answer.close()
                 return super()._open(client, *request)
             if answer.status >= HTTPStatus.BAD_REQUEST and answer.status != HTTPStatus.NOT_FOUND:
                 # No login, no right, no time: what the server says to this it says to the request, too.

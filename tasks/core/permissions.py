@@ -190,9 +190,8 @@ def grant_command(identity: str, missing: Sequence[Right], asked: Sequence[Right
     """Return the command of an administrator that gives an identity what it lacks.
 
     Where all rights of a scope are missing, it is the binding that is, or role and binding: no rule helps. Where some
-    are there, the role is an older one. A single refusal (nothing was `asked`) of something cluster-wide may be either:
-    nothing but the namespace has a binding of its own there. The pipeline's own account is bound by the manifests,
-    another identity by hand.
+    are there, the role is an older one. A single refusal (nothing was `asked`) of something cluster-wide may be either,
+    so all is applied. The pipeline's own account is bound by the manifests, another identity by hand.
     """
     namespace = next((right.namespace for right in missing if right.namespace), "")
     unbound = _unbound_scopes(missing, asked)

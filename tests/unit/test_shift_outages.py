@@ -12,6 +12,7 @@ from tasks.core.route import LIVE_ROUTE
 from tasks.steps.holder import holding
 from tasks.steps.patience import PatientCluster
 from tasks.steps.promotion import promote_step
+from tests.fakes.away import AwayCluster
 from tests.fakes.pipeline import shift
 from tests.fakes.shifting_world import NEW, Shifting
 
@@ -24,19 +25,8 @@ def it():
 def patient(world, run, away):
     """Return ports whose API is away while `away` says so, as flows have them."""
 
-    class Away:
-        def __getattr__(self, name):
-            method = getattr(world.cluster, name)
-
-            def call(*args, **more):
-                if away():
-                    raise UnavailableError("K2-UNA-001", "Nobody answers.", where=name, retry=After(1.0))
-                return method(*args, **more)
-
-            return call if callable(method) else method
-
     ports = world.ports(run)
-    return replace(ports, cluster=PatientCluster(Away(), world.clock, world.progress.say))
+    return replace(ports, cluster=PatientCluster(AwayCluster(world.cluster, away), world.clock, world.progress.say))
 
 
 def outage_at(it, percent, seconds, after_s=0.0):
@@ -51,6 +41,19 @@ def outage_at(it, percent, seconds, after_s=0.0):
     return away
 
 
+def reverts_what_turns_bad(it, away):
+    """Shift with a candidate that becomes bad while nobody can write, and see it reverted."""
+
+    def turn(now):
+        if away():
+            it.new_set.garbage = True
+
+    it.world.clock.on_sleep.append(turn)
+    with pytest.raises(RevertedError) as caught:
+        shift(patient(it.world, "run-1", away), it.new)
+    assert caught.value.code == "K2-REV-001"
+
+
 @pytest.mark.parametrize("percent", [10, 50, 100])
 def test_an_outage_of_the_api_in_mid_shift_is_waited_out(it, percent):
     seen, before = it.watch_weights(), read_lease(it.world.cluster.get("Lease", LEASE)).generation
@@ -63,19 +66,9 @@ def test_an_outage_of_the_api_in_mid_shift_is_waited_out(it, percent):
 
 
 def test_after_an_outage_no_step_is_taken_on_what_was_seen_before_it(it):
-    seen, went_wrong = it.watch_weights(), []
-    away = outage_at(it, 10, 60)
+    seen, away = it.watch_weights(), outage_at(it, 10, 60)
 
-    def turn(now):
-        # The candidate becomes bad while nobody can write.
-        if away() and not went_wrong:
-            went_wrong.append(now)
-            it.new_set.garbage = True
-
-    it.world.clock.on_sleep.append(turn)
-    with pytest.raises(RevertedError) as caught:
-        shift(patient(it.world, "run-1", away), it.new)
-    assert caught.value.code == "K2-REV-001"
+    reverts_what_turns_bad(it, away)
     assert seen == [0, 10, 0]
 
 
@@ -116,14 +109,7 @@ def outage_at_write(it, percent, seconds, *, written=False):
 def test_a_step_that_an_outage_met_is_not_taken_after_it_on_what_was_seen_before(it):
     seen, away = it.watch_weights(), outage_at_write(it, 50, 60)
 
-    def turn(now):
-        if away():
-            it.new_set.garbage = True
-
-    it.world.clock.on_sleep.append(turn)
-    with pytest.raises(RevertedError) as caught:
-        shift(patient(it.world, "run-1", away), it.new)
-    assert caught.value.code == "K2-REV-001"
+    reverts_what_turns_bad(it, away)
     assert seen == [0, 10, 0]
 
 

@@ -13,6 +13,7 @@ from tasks.steps.patience import PatientCluster
 from tasks.steps.recent_events import RecentEvents
 from tasks.steps.rollout import _logs, rollout_step
 from tasks.steps.staging import stage_step
+from tests.fakes.away import AwayCluster
 from tests.fakes.kube_messages import FAILED_CREATE
 from tests.fakes.small_world import World, release
 
@@ -299,17 +300,7 @@ def test_what_a_mirror_of_before_an_outage_says_of_a_node_ends_no_rollout(staged
     def away():
         return began + 6 < world.clock.at < began + 46
 
-    class Away:
-        def __getattr__(self, name):
-            method = getattr(world.cluster, name)
-
-            def call(*args, **more):
-                if away():
-                    raise UnavailableError("K2-UNA-001", "Nobody answers.", where=name, retry=After(1.0))
-                return method(*args, **more)
-
-            return call if callable(method) else method
-
+    class Away(AwayCluster):
         @contextlib.contextmanager
         def mirror(self, kind, labels=None, *, everywhere=False):
             yield Stale(kind, labels)
@@ -332,7 +323,7 @@ def test_what_a_mirror_of_before_an_outage_says_of_a_node_ends_no_rollout(staged
             nodes_of_then[:] = world.cluster.list_objects("Node", world.site.node_selector)
 
     world.clock.on_sleep.append(flap)
-    ports = replace(world.ports(), cluster=PatientCluster(Away(), world.clock, world.progress.say))
+    ports = replace(world.ports(), cluster=PatientCluster(Away(world.cluster, away), world.clock, world.progress.say))
     rollout_step(ports, subject, CHOSEN)
 
 
