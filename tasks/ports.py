@@ -17,6 +17,8 @@ from tasks.core.samples import Answer, LoadSample
 from tasks.core.spec import Workload
 
 Object = dict[str, Any]
+Block = bytes | memoryview
+"""A piece of a stream. A view may be of a buffer that is used again: it holds until the next block is asked for."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Hub(Protocol):
         """Return a small file's bytes, unverified; InputError if it is larger than `max_bytes`."""
         ...
 
-    def open_file(self, repo: str, revision: str, path: str, offset: int) -> Iterator[bytes]:
+    def open_file(self, repo: str, revision: str, path: str, offset: int) -> Iterator[Block]:
         """Yield a file's bytes from an offset on, in blocks, unverified; UnavailableError when the stream breaks."""
         ...
 
@@ -89,7 +91,7 @@ class Store(Protocol):
         """Return all objects under a prefix in key order."""
         ...
 
-    def open(self, key: str, offset: int = 0) -> Iterator[bytes]:
+    def open(self, key: str, offset: int = 0) -> Iterator[Block]:
         """Yield an object's bytes from an offset on, in blocks; UnavailableError when the stream breaks."""
         ...
 
@@ -115,6 +117,23 @@ class Store(Protocol):
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop an unfinished upload; dropping what is not there is no error."""
+        ...
+
+
+class Source(Protocol):
+    """Where the bytes of a lock's files come from: a store, a Hub, another node, an engine that fetches from peers.
+
+    No source is trusted: whoever takes the bytes hashes them, and gives them a name only if they are right (I1).
+    Errors: UnavailableError (try again or elsewhere), InputError (it does not have the file, or refuses it).
+    """
+
+    @property
+    def name(self) -> str:
+        """What a person calls it, for messages and results: `store http://...`, `node-3`."""
+        ...
+
+    def open(self, file: LockedFile) -> Iterator[Block]:
+        """Yield a file's bytes from its first on, unverified; UnavailableError when the stream breaks."""
         ...
 
 

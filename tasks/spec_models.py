@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -16,16 +14,12 @@ from tasks.core.identity import check_release_id, check_repo, check_revision
 from tasks.core.spec import (
     ROLES,
     GatePolicy,
-    GatewayRef,
     GroupShape,
-    HubRef,
     Images,
     Limit,
     Profile,
     Release,
     Retention,
-    Site,
-    StoreRef,
     TrafficPlan,
     Workload,
 )
@@ -97,12 +91,14 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class _Model(BaseModel):
+class Model(BaseModel):
+    """What every file of ours has in common: no unknown field, no silent conversion, no change."""
+
     # YAML knows .inf and .nan: a bake or a hold that never ends, or that no comparison says anything of.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class GroupModel(_Model):
+class GroupModel(Model):
     """One role's group."""
 
     nodes: Count
@@ -110,14 +106,14 @@ class GroupModel(_Model):
     env: dict[VariableName, VariableValue] = Field(default={}, description="Environment of the engine containers.")
 
 
-class GroupsModel(_Model):
+class GroupsModel(Model):
     """The groups of one unit."""
 
     prefill: GroupModel
     decode: GroupModel
 
 
-class ProfileModel(_Model):
+class ProfileModel(Model):
     """How one engine runs one unit on one kind of hardware (manifests/profiles/*.yaml)."""
 
     version: Literal[1]
@@ -149,97 +145,7 @@ class ProfileModel(_Model):
         )
 
 
-class StoreModel(_Model):
-    """The site's S3-compatible object store."""
-
-    endpoint: str = Field(pattern=r"^https?://")
-    bucket: str = Field(min_length=3)
-    region: str = "us-east-1"
-    credentials_file: str = Field(description="JSON file of the flow: access_key, secret_key. Relative to this file.")
-    credentials_secret: str = Field(default="k2-store", description="Secret of the pods: access_key, secret_key.")
-
-
-class HubModel(_Model):
-    """The Hugging Face Hub or a mirror of it."""
-
-    endpoint: str = Field(default="https://huggingface.co", pattern=r"^https?://")
-    token_file: str = ""
-    token_secret: str = Field(default="", description="Secret of the pods with the key token; empty = anonymous.")
-
-
-class GatewayModel(_Model):
-    """The gateway that users reach."""
-
-    url: str = Field(pattern=r"^https?://")
-    name: str = "k2-gateway"
-    stats_url: str = Field(description="Where the gateway's statistics for each backend are read.")
-
-
-class SiteModel(_Model):
-    """One cluster (manifests/sites/*.yaml). Relative paths are relative to the file."""
-
-    version: Literal[1]
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$")]
-    kubeconfig: str
-    context: str = Field(default="", description="Name of the cluster in that kubeconfig.")
-    other_contexts: list[ContextName] = Field(
-        default=[], description="Names by which other kubeconfigs call the same cluster; `--context` takes these too."
-    )
-    cluster_uid: str = Field(
-        default="",
-        pattern=r"^$|^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
-        description="uid of the cluster's namespace kube-system; another cluster is refused. Empty: not checked.",
-    )
-    namespace: str = "k2"
-    store: StoreModel
-    hub: HubModel = HubModel()
-    gateway: GatewayModel
-    prefect_api_url: str = ""
-    node_selector: dict[str, str] = Field(description="Labels of the GPU nodes that releases may use.")
-    nvme_path: AbsolutePath = Field(description="Directory for checkpoints on the nodes' own NVMe, never a share.")
-    reserve_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="Space to leave free on each node.")
-    usd_per_gpu_hour: NotNegative
-    pullers: Count = Field(default=4, description="Parallel Jobs that bring the checkpoint into the store.")
-    lease_duration_s: Positive = 30
-    releases_dir: str = Field(default="releases", description="Where `k2ctl release ID` finds ID.yaml.")
-    simulated: list[str] = Field(default=[], description="What of this site is not real; shown in every receipt.")
-    rehearsal: bool = Field(default=False, description="Whether `k2ctl rehearse --site` may try releases here.")
-    real: list[str] = Field(default=[], description="What of a rehearsal's site is real, by its owner's word.")
-
-    def freeze(self, base: Path) -> Site:
-        """Return the core's value with paths made absolute against `base`."""
-
-        def place(path: str) -> str:
-            return str((base / Path(path).expanduser()).resolve()) if path else ""
-
-        store, hub, gateway = self.store, self.hub, self.gateway
-        return Site(
-            name=self.name,
-            kubeconfig=place(self.kubeconfig),
-            context=self.context,
-            namespace=self.namespace,
-            store=StoreRef(
-                store.endpoint, store.bucket, place(store.credentials_file), store.credentials_secret, store.region
-            ),
-            hub=HubRef(hub.endpoint, place(hub.token_file), hub.token_secret),
-            gateway=GatewayRef(gateway.url, gateway.name, gateway.stats_url),
-            prefect_api_url=self.prefect_api_url,
-            node_selector=self.node_selector,
-            nvme_path=self.nvme_path.rstrip("/"),
-            usd_per_gpu_hour=float(self.usd_per_gpu_hour),
-            pullers=self.pullers,
-            lease_duration_s=float(self.lease_duration_s),
-            releases_dir=place(self.releases_dir),
-            reserve_bytes=self.reserve_bytes,
-            simulated=tuple(self.simulated),
-            other_contexts=tuple(self.other_contexts),
-            cluster_uid=self.cluster_uid,
-            rehearsal=self.rehearsal,
-            real=tuple(self.real),
-        )
-
-
-class ImagesModel(_Model):
+class ImagesModel(Model):
     """Container images by digest."""
 
     engine: ImageName
@@ -247,7 +153,7 @@ class ImagesModel(_Model):
     tool: ImageName
 
 
-class LimitModel(_Model):
+class LimitModel(Model):
     """One absolute limit of a gate."""
 
     metric: str = Field(min_length=1)
@@ -256,7 +162,7 @@ class LimitModel(_Model):
     unit: str
 
 
-class WorkloadModel(_Model):
+class WorkloadModel(Model):
     """The load of the throughput gate."""
 
     input_tokens: Count
@@ -265,7 +171,7 @@ class WorkloadModel(_Model):
     concurrency: Count
 
 
-class GatesModel(_Model):
+class GatesModel(Model):
     """What the release has to show before traffic."""
 
     smoke_min_correct_share: Share = 1.0
@@ -274,7 +180,7 @@ class GatesModel(_Model):
     baseline_ratio: Share = 0.9
 
 
-class TrafficModel(_Model):
+class TrafficModel(Model):
     """How traffic moves."""
 
     steps_percent: list[Annotated[int, Field(ge=1, le=100)]] = [1, 10, 50, 100]
@@ -292,13 +198,13 @@ class TrafficModel(_Model):
         return self
 
 
-class RetentionModel(_Model):
+class RetentionModel(Model):
     """How long the old set stays warm."""
 
     hold_s: NotNegative
 
 
-class OverridesModel(_Model):
+class OverridesModel(Model):
     """Options over those of the profile; null takes one away."""
 
     prefill: dict[OptionName, OverrideValue] = {}
@@ -306,7 +212,7 @@ class OverridesModel(_Model):
     router: dict[OptionName, OverrideValue] = {}
 
 
-class ReleaseModel(_Model):
+class ReleaseModel(Model):
     """One immutable release (manifests/releases/*.yaml)."""
 
     version: Literal[1]
@@ -355,15 +261,3 @@ def _override(profile: Profile, overrides: OverridesModel) -> Profile:
 
 def _merge(base: Mapping[str, Scalar], over: Mapping[str, Scalar | None]) -> dict[str, Scalar]:
     return {key: value for key, value in (dict(base) | dict(over)).items() if value is not None}
-
-
-def schemas() -> dict[str, str]:
-    """Return the JSON schema files under manifests/schemas by name."""
-    models: dict[str, type[BaseModel]] = {"profile": ProfileModel, "site": SiteModel, "release": ReleaseModel}
-    return {
-        f"{name}.json": json.dumps(
-            {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}, indent=2
-        )
-        + "\n"
-        for name, model in models.items()
-    }

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 from tasks.core.errors import InputError, K2Error
 from tasks.core.identity import check_release_id
 from tasks.core.spec import Profile, Release, Site
-from tasks.spec_models import SPEC_VERSION, ProfileModel, ReleaseModel, SiteModel, schemas
+from tasks.site_models import SiteModel
+from tasks.spec_models import SPEC_VERSION, ProfileModel, ReleaseModel
 
 Object = dict[str, Any]
 
@@ -229,6 +230,18 @@ def _read_all(place: Path | Traversable, what: str) -> list[Object]:
                 expected="fields with values",
             )
     return documents
+
+
+def schemas() -> dict[str, str]:
+    """Return the JSON schema files under manifests/schemas by name."""
+    models: dict[str, type[BaseModel]] = {"profile": ProfileModel, "site": SiteModel, "release": ReleaseModel}
+    return {
+        f"{name}.json": json.dumps(
+            {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}, indent=2
+        )
+        + "\n"
+        for name, model in models.items()
+    }
 
 
 def main(arguments: list[str]) -> int:

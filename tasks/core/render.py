@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tasks.core.fields import at, container_of, set_field, volume_of
-from tasks.core.identity import digest_of, sha256_hex
+from tasks.core.identity import digest_of
 from tasks.core.lock import Lock
 from tasks.core.route import RELEASE_HEADER
 from tasks.core.spec import GroupShape, Release, Site
@@ -39,7 +39,6 @@ ROUTER_METRICS_PORT = 29000
 _STARTUP_MARGIN = 1.5
 _PROBES_IN_DEADLINE = 240
 _MAX_PERIOD_S = 10
-_MAX_NAME = 63
 
 
 class Backend(NamedTuple):
@@ -85,29 +84,6 @@ def placed_label(serving12: str) -> str:
     return f"placed.k2-release.io/{serving12}"
 
 
-def pull_job_name(lock_digest: str, puller: int) -> str:
-    """Return the name of a puller's Job."""
-    return f"k2-pull-{lock_digest[:8]}-{puller}"
-
-
-def stage_job_name(lock_digest: str, node: str) -> str:
-    """Return the name of a node's staging Job."""
-    return _node_job_name("k2-stage", lock_digest, node)
-
-
-def verify_job_name(lock_digest: str, node: str) -> str:
-    """Return the name of a node's verification Job."""
-    return _node_job_name("k2-verify", lock_digest, node)
-
-
-def _node_job_name(prefix: str, lock_digest: str, node: str) -> str:
-    name = f"{prefix}-{lock_digest[:8]}-{node.replace('.', '-')}"
-    if len(name) <= _MAX_NAME and "." not in node:
-        return name
-    # Two long node names may share their beginning, and a dot made a hyphen may meet another node's hyphen.
-    return f"{name[: _MAX_NAME - 9].rstrip('-')}-{sha256_hex(node.encode())[:8]}"
-
-
 def manifests_digest(objects: Iterable[Object]) -> str:
     """Return the digest of rendered objects in their order."""
     return digest_of(list(objects))
@@ -141,21 +117,21 @@ def engine_arguments(release: Release, lock: Lock, role: str) -> list[str]:
         "disaggregation-mode": role,
         "disaggregation-bootstrap-port": BOOTSTRAP_PORT,
     }
-    return _words(own) + _words(_sorted(profile.group(role).args))
+    return words(own) + words(_sorted(profile.group(role).args))
 
 
 def router_arguments(release: Release, site: Site, names: ServingNames) -> list[str]:
     """Return the router's arguments: discovery by labels that only this serving set's leaders carry."""
     return [
-        *_words({"host": "$(POD_IP)", "port": ROUTER_PORT}),
-        *_words({"prometheus-host": "$(POD_IP)", "prometheus-port": ROUTER_METRICS_PORT}),
-        *_words({"pd-disaggregation": True, "service-discovery": True}),
-        *_words({"service-discovery-namespace": site.namespace, "service-discovery-port": ENGINE_PORT}),
+        *words({"host": "$(POD_IP)", "port": ROUTER_PORT}),
+        *words({"prometheus-host": "$(POD_IP)", "prometheus-port": ROUTER_METRICS_PORT}),
+        *words({"pd-disaggregation": True, "service-discovery": True}),
+        *words({"service-discovery-namespace": site.namespace, "service-discovery-port": ENGINE_PORT}),
         "--prefill-selector",
         *_selector(names, "prefill"),
         "--decode-selector",
         *_selector(names, "decode"),
-        *_words(_sorted(release.profile.router_args)),
+        *words(_sorted(release.profile.router_args)),
     ]
 
 
@@ -186,7 +162,7 @@ def _fill_engine_pod(spec: Object, release: Release, lock: Lock, site: Site, gro
     ]
     check = container_of(spec, "initContainers", "marker-check")
     check["image"] = release.images.tool
-    check["args"] = _words({"dir": f"{MODELS_DIR}/{lock.model_dir}", "lock-digest": lock.digest})
+    check["args"] = words({"dir": f"{MODELS_DIR}/{lock.model_dir}", "lock-digest": lock.digest})
     engine = container_of(spec, "containers", "engine")
     engine["image"] = release.images.engine
     engine["args"] = engine_arguments(release, lock, group.role)
@@ -266,97 +242,6 @@ def _backend_ref(backend: Backend) -> Object:
     return ref
 
 
-def render_pull_jobs(lock: Lock, site: Site, templates: Templates, tool_image: str) -> tuple[Object, ...]:
-    """Return one Job for each puller of the site; each brings its share of the lock into the store."""
-    of = min(site.pullers, len(lock.files))
-    return tuple(
-        _render_job(
-            templates["pull-job"],
-            pull_job_name(lock.digest, puller),
-            site,
-            tool_image,
-            {"lock-digest": lock.digest, "puller": puller, "of": of},
-        )
-        for puller in range(of)
-    )
-
-
-def render_stage_job(lock: Lock, site: Site, templates: Templates, tool_image: str, node: str, node_uid: str) -> Object:
-    """Return the Job that stages the lock's files on one node."""
-    arguments: Arguments = {
-        "root": MODELS_DIR,
-        "lock-digest": lock.digest,
-        "node": node,
-        "node-uid": node_uid,
-        "reserve-bytes": site.reserve_bytes,
-    }
-    name = stage_job_name(lock.digest, node)
-    return _on_node(_render_job(templates["stage-job"], name, site, tool_image, arguments), node, site)
-
-
-def probe_job_name(lock_digest: str, node: str) -> str:
-    """Return the name of a node's probe Job."""
-    return _node_job_name("k2-probe", lock_digest, node)
-
-
-def render_probe_job(lock: Lock, site: Site, templates: Templates, tool_image: str, node: str) -> Object:
-    """Return the Job that looks at one node's disk before anything moves."""
-    arguments: Arguments = {
-        "root": MODELS_DIR,
-        "model-dir": lock.model_dir,
-        "total-bytes": lock.total_bytes,
-        "reserve-bytes": site.reserve_bytes,
-        "node": node,
-    }
-    name = probe_job_name(lock.digest, node)
-    return _on_node(_render_job(templates["probe-job"], name, site, tool_image, arguments), node, site)
-
-
-def render_verify_job(lock: Lock, site: Site, templates: Templates, tool_image: str, node: str) -> Object:
-    """Return the Job that reads and compares every byte of the lock's files on one node."""
-    arguments: Arguments = {"dir": f"{MODELS_DIR}/{lock.model_dir}", "lock-digest": lock.digest, "node": node}
-    name = verify_job_name(lock.digest, node)
-    return _on_node(_render_job(templates["verify-job"], name, site, tool_image, arguments), node, site)
-
-
-def _render_job(template: Object, name: str, site: Site, tool_image: str, arguments: Arguments) -> Object:
-    # No release in it: a lock is staged once for every release that serves it.
-    obj = copy.deepcopy(template)
-    obj["metadata"] |= {"name": name, "namespace": site.namespace}
-    container = at(obj, ("spec", "template", "spec"))["containers"][0]
-    container["image"] = tool_image
-    container["args"] = _words(arguments)
-    container["env"] = _store_environment(site)
-    return obj
-
-
-def _on_node(obj: Object, node: str, site: Site) -> Object:
-    spec = at(obj, ("spec", "template", "spec"))
-    terms = at(spec, ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"))
-    # By the node's own name: the hostname label is another name on some clouds.
-    terms["nodeSelectorTerms"][0]["matchFields"][0]["values"] = [node]
-    set_field(volume_of(spec, "models"), ("hostPath", "path"), site.nvme_path)
-    return obj
-
-
-def _store_environment(site: Site) -> list[Object]:
-    def plain(name: str, value: str) -> Object:
-        return {"name": name, "value": value}
-
-    def secret(name: str, secret_name: str, key: str) -> Object:
-        return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret_name, "key": key}}}
-
-    environment = [
-        plain("HF_ENDPOINT", site.hub.endpoint),
-        plain("K2_STORE_ENDPOINT", site.store.endpoint),
-        plain("K2_STORE_BUCKET", site.store.bucket),
-        plain("K2_STORE_REGION", site.store.region),
-        secret("K2_STORE_ACCESS_KEY", site.store.credentials_secret, "access_key"),
-        secret("K2_STORE_SECRET_KEY", site.store.credentials_secret, "secret_key"),
-    ]
-    return environment + ([secret("HF_TOKEN", site.hub.token_secret, "token")] if site.hub.token_secret else [])
-
-
 def render_base(objects: Iterable[Object], site: Site, tool_image: str) -> tuple[Object, ...]:
     """Return the objects that a site needs once, for its namespace and gateway, in the order given."""
     return tuple(_render_base_object(obj, site, tool_image) for obj in objects)
@@ -390,7 +275,8 @@ def _selector(names: ServingNames, role: str) -> list[str]:
     return [f"{SERVING_LABEL}={names.serving12}", f"{ROLE_LABEL}={role}", f"{WORKER_INDEX_LABEL}=0"]
 
 
-def _words(arguments: Arguments) -> list[str]:
+def words(arguments: Arguments) -> list[str]:
+    """Return options as the words of a command line; True stands for an option without a value."""
     pairs = [(f"--{option}", *(() if value is True else (str(value),))) for option, value in arguments.items()]
     return [word for pair in pairs for word in pair]
 

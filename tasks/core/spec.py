@@ -195,6 +195,43 @@ class GatewayRef:
 
 
 @dataclass(frozen=True)
+class StagingFigures:
+    """What the site's wires and disks carry, in bytes per second; None where its owner has not said.
+
+    `hub` is what one node gets from the Hub, `uplink` what the whole site gets from outside, `store` what the object
+    store gives to all clients together and `store_client` to one, `network` what a node takes from other nodes, `disk`
+    what its NVMe writes.
+    """
+
+    hub_bytes_per_s: int | None = None
+    uplink_bytes_per_s: int | None = None
+    store_bytes_per_s: int | None = None
+    store_client_bytes_per_s: int | None = None
+    network_bytes_per_s: int | None = None
+    disk_bytes_per_s: int | None = None
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How weights come onto the nodes of a site and are looked after there.
+
+    `topology`: `store` (pulled into the store once, read by each node), `exchange` (each node pulls its share from the
+    Hub and gets the rest from the others), `hub` (each node pulls everything), or `auto` (the plan picks one).
+    `cache_mode`: `keep` leaves what was written in the page cache, for an engine that starts soon; `drop` does not push
+    out what a serving engine has there. Rates are limits in bytes per second, 0 for none: `beside_engine` of writing
+    to a node whose GPUs are in use, `scrub` of reading for the scheduled check. `trash_age_s`: how long what was
+    deleted can still be taken back.
+    """
+
+    topology: str = "auto"
+    cache_mode: str = "keep"
+    beside_engine_bytes_per_s: int = 0
+    scrub_bytes_per_s: int = 500_000_000
+    trash_age_s: float = 86400.0
+    figures: StagingFigures = StagingFigures()
+
+
+@dataclass(frozen=True)
 class Site:
     """One cluster: where it is, what it is made of, what an hour of it costs.
 
@@ -218,6 +255,7 @@ class Site:
     lease_duration_s: float
     releases_dir: str
     reserve_bytes: int = 0
+    staging: Staging = Staging()
     simulated: tuple[str, ...] = field(default=())
     other_contexts: tuple[str, ...] = field(default=())
     cluster_uid: str = ""

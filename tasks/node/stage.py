@@ -27,6 +27,7 @@ from tasks.core.units import format_bytes
 from tasks.node import directory_lock
 from tasks.node.environment import ENVIRONMENT_HELP, store_from_environment
 from tasks.node.program import ProgressLines, Stop, StoppedError, run, say
+from tasks.node.sources import StoreSource
 from tasks.node.staged_directory import (
     read_marker,
     read_room,
@@ -48,7 +49,7 @@ from tasks.node.verified_file import (
 from tasks.node.workers import attempt, run_all
 
 if TYPE_CHECKING:
-    from tasks.ports import Store
+    from tasks.ports import Block, Source, Store
 
 _TRIES = 4
 
@@ -72,7 +73,10 @@ class Staged:
 class Stager:
     """Stages one lock on one node; see the module for the order of things."""
 
-    def __init__(self, store: Store, root: Path, lock: Lock, node: Node, reserve_bytes: int, stop: Stop) -> None:
+    def __init__(
+        self, source: Source, store: Store, root: Path, lock: Lock, node: Node, reserve_bytes: int, stop: Stop
+    ) -> None:
+        self._source = source
         self._store = store
         self._root = root
         self._lock = lock
@@ -169,7 +173,7 @@ class Stager:
 
     def _fetch(self, progress: ProgressLines, file: LockedFile, stop: Stop) -> Staged:
         written = _Counted(progress)
-        blocks = _stoppable(self._store.open(f"blobs/{file.sha256}"), stop)
+        blocks = _stoppable(self._source.open(file), stop)
         try:
             with contextlib.closing(blocks):
                 staged = write_verified(self._directory, file.path, file, blocks, written)
@@ -245,7 +249,7 @@ def _tool() -> str:
         return "k2-release"
 
 
-def _stoppable(blocks: Iterator[bytes], stop: Stop) -> Generator[bytes, None, None]:
+def _stoppable(blocks: Iterator[Block], stop: Stop) -> Generator[Block, None, None]:
     for block in blocks:
         stop.check()
         yield block
@@ -279,7 +283,7 @@ def _work(arguments: argparse.Namespace, stop: Stop) -> Mapping[str, Any]:
     store = store_from_environment(arguments.source_stall_s)
     lock = attempt(partial(read_lock, store, arguments.lock_digest), stop, integrity_tries=1, tries=_TRIES)
     node = Node(arguments.node, arguments.node_uid)
-    stager = Stager(store, arguments.root, lock, node, arguments.reserve_bytes, stop)
+    stager = Stager(StoreSource(store), store, arguments.root, lock, node, arguments.reserve_bytes, stop)
     return stager.stage(arguments.threads, arguments.lock_wait_s)
 
 

@@ -26,7 +26,7 @@ from tasks.node.verified_file import check_content
 from tasks.node.workers import attempt
 
 if TYPE_CHECKING:
-    from tasks.ports import Hub, Store, UploadedPart
+    from tasks.ports import Block, Hub, Store, UploadedPart
 
 MIN_PART_BYTES = 5 * 1024 * 1024
 _MAX_PARTS = 10_000
@@ -90,7 +90,7 @@ def _move_once(route: Route, file: LockedFile, stop: Stop, advance: Callable[[in
             _upload(route, file, blocks, stop)
 
 
-def _put_whole(route: Route, file: LockedFile, blocks: Iterator[bytes]) -> None:
+def _put_whole(route: Route, file: LockedFile, blocks: Iterator[Block]) -> None:
     data = bytearray()
     for block in blocks:
         data += block
@@ -100,7 +100,7 @@ def _put_whole(route: Route, file: LockedFile, blocks: Iterator[bytes]) -> None:
     route.store.put(f"blobs/{file.sha256}", bytes(data))
 
 
-def _upload(route: Route, file: LockedFile, blocks: Iterator[bytes], stop: Stop) -> None:
+def _upload(route: Route, file: LockedFile, blocks: Iterator[Block], stop: Stop) -> None:
     key = f"blobs/{file.sha256}"
     left = route.store.unfinished_upload(key)
     upload_id, there = left if left is not None else (route.store.start_upload(key), [])
@@ -142,7 +142,7 @@ def _part_bytes(route: Route, file: LockedFile) -> int:
     return max(route.part_bytes, math.ceil(file.size_bytes / _MAX_PARTS))
 
 
-def _parts(file: LockedFile, blocks: Iterator[bytes], part_bytes: int) -> Iterator[bytes]:
+def _parts(file: LockedFile, blocks: Iterator[Block], part_bytes: int) -> Iterator[bytes]:
     """Yield the blocks as parts of one size (the last may be shorter); stop at the first byte too many."""
     buffer, received = bytearray(), 0
     for block in blocks:
@@ -157,7 +157,7 @@ def _parts(file: LockedFile, blocks: Iterator[bytes], part_bytes: int) -> Iterat
         yield bytes(buffer)
 
 
-def _blocks(route: Route, file: LockedFile, stop: Stop, advance: Callable[[int], None]) -> Generator[bytes, None, None]:
+def _blocks(route: Route, file: LockedFile, stop: Stop, advance: Callable[[int], None]) -> Generator[Block, None, None]:
     """Yield the file's bytes from the Hub; a stream that breaks after it brought bytes goes on where it broke."""
     offset = 0
     while True:

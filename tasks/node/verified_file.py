@@ -13,11 +13,15 @@ import os
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tasks.core.errors import After, CapacityError, IntegrityError, K2Error, UnavailableError
 from tasks.core.identity import check_relative_path, sha256_hex
 from tasks.core.lock import LockedFile
 from tasks.core.marker import FileStat, StagedFile
+
+if TYPE_CHECKING:
+    from tasks.ports import Block
 
 PARTIAL_DIR = ".k2-partial"
 READ_BLOCK_BYTES = 4 * 1024 * 1024
@@ -32,7 +36,7 @@ class HashingWriter:
         self._hash = hashlib.sha256()
         self.size_bytes = 0
 
-    def write(self, block: bytes) -> None:
+    def write(self, block: Block) -> None:
         """Write a whole block."""
         view = memoryview(block)
         self._hash.update(view)
@@ -47,7 +51,7 @@ class HashingWriter:
 
 
 def write_verified(
-    dest_dir: Path, path: str, expected: LockedFile, blocks: Iterable[bytes], advance: Callable[[int], None]
+    dest_dir: Path, path: str, expected: LockedFile, blocks: Iterable[Block], advance: Callable[[int], None]
 ) -> StagedFile:
     """Write `dest_dir/path` from blocks, replacing what is there only if the bytes are those of the lock.
 

@@ -9,8 +9,8 @@ from tasks.core.errors import IntegrityError, K2Error
 from tasks.core.identity import digest_of
 from tasks.core.lock import Lock
 from tasks.core.marker import check_marker_against_lock
-from tasks.core.render import render_verify_job
 from tasks.core.spec import plain, serving_form
+from tasks.core.worker_jobs import render_verify_job
 from tasks.steps.context import Ports
 from tasks.steps.documents import get_by_digest, get_lock
 from tasks.steps.jobs import JobResult, follow_jobs

@@ -12,10 +12,11 @@ from tasks.core.errors import InputError, IntegrityError, NotReadyError, RightsE
 from tasks.core.identity import sha256_hex
 from tasks.core.node_state import engine_tolerations, lately_ready, why_unusable
 from tasks.core.plan import LiveRelease, NodeFacts, Occupant, Plan, make_plan, plan_rows
-from tasks.core.render import RELEASE_ANNOTATION, SERVING_LABEL, render_probe_job, render_serving
+from tasks.core.render import RELEASE_ANNOTATION, SERVING_LABEL, render_serving
 from tasks.core.route import LIVE_ROUTE, read_route
 from tasks.core.spec import plain
 from tasks.core.units import format_bytes
+from tasks.core.worker_jobs import render_probe_job
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import live_release
 from tasks.steps.jobs import run_jobs

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from tasks.core.demand import demand_of
 from tasks.core.quota import check_quotas
-from tasks.core.render import render_probe_job, render_pull_jobs, render_serving, render_stage_job
+from tasks.core.render import render_serving
+from tasks.core.worker_jobs import render_probe_job, render_pull_jobs, render_stage_job
 from tasks.steps.context import Ports, Subject
 
 _KINDS = ("LeaderWorkerSet", "Deployment", "Service", "HTTPRoute", "Job")

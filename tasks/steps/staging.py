@@ -10,8 +10,9 @@ from tasks.core.errors import IntegrityError, K2Error, NotReadyError
 from tasks.core.identity import sha256_hex
 from tasks.core.lock import Lock
 from tasks.core.marker import Marker, check_marker_against_lock, marker_from_data
-from tasks.core.render import render_stage_job, staged_label
+from tasks.core.render import staged_label
 from tasks.core.units import format_bytes
+from tasks.core.worker_jobs import render_stage_job
 from tasks.steps.context import Ports, Subject
 from tasks.steps.jobs import JobResult, follow_jobs, run_jobs
 

@@ -8,8 +8,8 @@ from typing import Any
 from tasks.core.errors import InputError, IntegrityError, UnavailableError
 from tasks.core.identity import check_revision, git_blob_sha1_hex, sha256_hex
 from tasks.core.lock import INDEX_FILE, Lock, LockedFile, accept_small_files, check_index, make_lock
-from tasks.core.render import render_pull_jobs
 from tasks.core.units import format_bytes
+from tasks.core.worker_jobs import render_pull_jobs
 from tasks.ports import Hub, Store
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import put_lock

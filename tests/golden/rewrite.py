@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from tasks.core import render
+from tasks.core import render, worker_jobs
 from tasks.core.lock import LockedFile, make_lock
 from tasks.specs import load_base, load_release, load_site, load_templates
 
@@ -28,9 +28,9 @@ def rendered():
         templates["live-route"], backends, {"k2-release.io/generation": "1"}, site.namespace
     )
     jobs = (
-        *render.render_pull_jobs(lock, site, templates, tool),
-        render.render_stage_job(lock, site, templates, tool, "node-1", "00000000-0000-0000-0000-000000000001"),
-        render.render_verify_job(lock, site, templates, tool, "node-1"),
+        *worker_jobs.render_pull_jobs(lock, site, templates, tool),
+        worker_jobs.render_stage_job(lock, site, templates, tool, "node-1", "00000000-0000-0000-0000-000000000001"),
+        worker_jobs.render_verify_job(lock, site, templates, tool, "node-1"),
     )
     digests = {
         "lock": lock.digest,

@@ -21,14 +21,8 @@ import pytest
 from tasks.core.errors import IntegrityError, K2Error, UnavailableError
 from tasks.core.marker import MARKER_FILE, marker_from_data
 from tasks.core.pod_status import dead_container, termination_data
-from tasks.core.render import (
-    placed_label,
-    render_probe_job,
-    render_serving,
-    render_verify_job,
-    stage_job_name,
-    staged_label,
-)
+from tasks.core.render import placed_label, render_serving, staged_label
+from tasks.core.worker_jobs import render_probe_job, render_verify_job, stage_job_name
 from tasks.node.verified_file import PARTIAL_DIR
 from tasks.steps.capacity import preflight_step
 from tasks.steps.context import Ports, Subject

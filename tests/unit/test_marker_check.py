@@ -16,6 +16,7 @@ from tasks.core.lock import Lock
 from tasks.core.marker import MARKER_FILE
 from tasks.node.marker_check import check_directory, main
 from tasks.node.program import Stop
+from tasks.node.sources import StoreSource
 from tasks.node.stage import Node, Stager
 from tasks.node.verify_files import verify_directory
 from tests.fakes.checkpoints import contents, fill
@@ -29,7 +30,9 @@ SHARD = "model-1-of-2.safetensors"
 def lock_and_directory(tmp_path: Path) -> tuple[Lock, Path]:
     store = MemoryStore()
     lock = fill(store, FILES)
-    Stager(store, tmp_path, lock, Node("node-1", "uid-1"), 0, Stop()).stage(threads=1, lock_wait_s=1.0)
+    Stager(StoreSource(store), store, tmp_path, lock, Node("node-1", "uid-1"), 0, Stop()).stage(
+        threads=1, lock_wait_s=1.0
+    )
     return lock, tmp_path / lock.model_dir
 
 

@@ -11,7 +11,8 @@ from tasks.core.demand import Demand, PodAsk, applies, demand_of
 from tasks.core.errors import CapacityError
 from tasks.core.quantity import amount, quantity
 from tasks.core.quota import check_quotas, read_refusal, refusal_error, shortfalls
-from tasks.core.render import render_pull_jobs, render_serving
+from tasks.core.render import render_serving
+from tasks.core.worker_jobs import render_pull_jobs
 from tests.fakes.kube_messages import EXCEEDED, FAILED_CREATE, UNSTATED
 from tests.fakes.pipeline import bring_up
 from tests.fakes.small_world import TEMPLATES, World, release

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.core import render
+from tasks.core import render, worker_jobs
 from tasks.core.lock import LockedFile, make_lock
 from tasks.specs import load_base, load_release, load_site, load_templates
 
@@ -89,7 +89,7 @@ def test_same_input_gives_the_same_objects(release, lock, site):
 def test_templates_are_left_as_they_are(release, lock, site):
     before = copy.deepcopy(TEMPLATES)
     render.render_serving(release, lock, site, TEMPLATES)
-    render.render_stage_job(lock, site, TEMPLATES, TOOL, "node-1", "uid")
+    worker_jobs.render_stage_job(lock, site, TEMPLATES, TOOL, "node-1", "uid")
     assert before == TEMPLATES
 
 
@@ -225,7 +225,7 @@ def test_live_route_carries_weights_headers_and_annotations():
 
 
 def test_pull_jobs_share_the_files_and_hold_no_secret(lock, site):
-    jobs = render.render_pull_jobs(lock, site, TEMPLATES, TOOL)
+    jobs = worker_jobs.render_pull_jobs(lock, site, TEMPLATES, TOOL)
     assert [job["metadata"]["name"] for job in jobs] == [f"k2-pull-{lock.digest[:8]}-{i}" for i in range(8)]
     for i, job in enumerate(jobs):
         container = job["spec"]["template"]["spec"]["containers"][0]
@@ -239,12 +239,12 @@ def test_pull_jobs_share_the_files_and_hold_no_secret(lock, site):
 
 def test_no_more_pullers_than_files(release, site):
     lock = make_lock(release.repo, release.revision, [LockedFile("a.safetensors", 1, "shard", "0" * 64)])
-    assert len(render.render_pull_jobs(lock, site, TEMPLATES, TOOL)) == 1
+    assert len(worker_jobs.render_pull_jobs(lock, site, TEMPLATES, TOOL)) == 1
 
 
 def test_node_jobs_run_once_on_their_node(lock, site):
-    stage = render.render_stage_job(lock, site, TEMPLATES, TOOL, "node-3", "uid-3")
-    verify = render.render_verify_job(lock, site, TEMPLATES, TOOL, "node-3")
+    stage = worker_jobs.render_stage_job(lock, site, TEMPLATES, TOOL, "node-3", "uid-3")
+    verify = worker_jobs.render_verify_job(lock, site, TEMPLATES, TOOL, "node-3")
     assert stage["metadata"]["name"] == f"k2-stage-{lock.digest[:8]}-node-3"
     assert verify["metadata"]["name"] == f"k2-verify-{lock.digest[:8]}-node-3"
     for job in (stage, verify):
@@ -263,7 +263,9 @@ def test_node_jobs_run_once_on_their_node(lock, site):
 def test_job_names_stay_names_and_apart():
     digest = "0123456789abcdef" * 4
     long = "gpu-worker-with-a-rather-long-name-{}.compute.eu-west-1.internal.example.com"
-    names = [render.stage_job_name(digest, node) for node in (long.format(1), long.format(2), "a.b", "a-b", "node-1")]
+    names = [
+        worker_jobs.stage_job_name(digest, node) for node in (long.format(1), long.format(2), "a.b", "a-b", "node-1")
+    ]
     assert len(set(names)) == len(names)
     assert all(len(name) <= 63 and re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name) for name in names)
 

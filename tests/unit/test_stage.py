@@ -21,6 +21,7 @@ from tasks.core.errors import After, CapacityError, IntegrityError, K2Error, Una
 from tasks.core.lock import Lock
 from tasks.core.marker import MARKER_FILE, check_marker_against_lock, marker_from_data
 from tasks.node.program import Stop
+from tasks.node.sources import StoreSource
 from tasks.node.stage import Node, Stager
 from tasks.node.verified_file import PARTIAL_DIR
 from tests.fakes.checkpoints import contents, fill
@@ -66,7 +67,9 @@ def flipped(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def stage(store: Any, root: Path, lock: Lock, node: Node = NODE, stop: Stop | None = None, reserve: int = 0) -> Any:
-    return Stager(store, root, lock, node, reserve, stop or Stop()).stage(threads=3, lock_wait_s=60.0)
+    return Stager(StoreSource(store), store, root, lock, node, reserve, stop or Stop()).stage(
+        threads=3, lock_wait_s=60.0
+    )
 
 
 def tree(root: Path, lock: Lock) -> dict[str, bytes]:
@@ -329,7 +332,7 @@ def test_a_stager_that_may_not_wait_says_who_holds_the_directory(
     first.start()
     assert entered.wait(60)
     with pytest.raises(UnavailableError, match="Another stager"):
-        Stager(store, tmp_path, lock, NODE, 0, Stop()).stage(threads=1, lock_wait_s=0.3)
+        Stager(StoreSource(store), store, tmp_path, lock, NODE, 0, Stop()).stage(threads=1, lock_wait_s=0.3)
     leave.set()
     first.join(60)
     assert_staged(tmp_path, lock)

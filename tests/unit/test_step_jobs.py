@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tasks.core.errors import After, IntegrityError, K2Error, NotReadyError, UnavailableError
-from tasks.core.render import render_pull_jobs, render_stage_job
+from tasks.core.worker_jobs import render_pull_jobs, render_stage_job
 from tasks.steps.job_obstacles import JobObstacles
 from tasks.steps.jobs import _pinned_to, follow_jobs, run_jobs
 from tasks.steps.patience import PatientCluster

@@ -13,8 +13,9 @@ from tasks.core.demand import demand_of
 from tasks.core.diagnosis import MISSING, NODE_LOST, Diagnosis
 from tasks.core.errors import CapacityError
 from tasks.core.readiness import Readiness, not_ready_error
-from tasks.core.render import render_probe_job, render_serving
+from tasks.core.render import render_serving
 from tasks.core.scheduling import AFFINITY, CORDON, RESOURCE, TAINT, read_verdict
+from tasks.core.worker_jobs import render_probe_job
 from tasks.steps.capacity import make_release_plan, preflight_step
 from tasks.steps.jobs import run_jobs
 from tasks.steps.rollout import _chosen_problem, _View

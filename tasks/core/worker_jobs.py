@@ -1,0 +1,129 @@
+"""The worker Jobs of a release: what moves, checks and looks after weights, one pod each, on a named node or on any.
+
+A Job carries no release: a lock is staged once for every release that serves it.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from tasks.core.fields import at, set_field, volume_of
+from tasks.core.identity import sha256_hex
+from tasks.core.lock import Lock
+from tasks.core.render import MODELS_DIR, Arguments, Object, Templates, words
+from tasks.core.spec import Site
+
+_MAX_NAME = 63
+
+
+def pull_job_name(lock_digest: str, puller: int) -> str:
+    """Return the name of a puller's Job."""
+    return f"k2-pull-{lock_digest[:8]}-{puller}"
+
+
+def stage_job_name(lock_digest: str, node: str) -> str:
+    """Return the name of a node's staging Job."""
+    return _node_job_name("k2-stage", lock_digest, node)
+
+
+def verify_job_name(lock_digest: str, node: str) -> str:
+    """Return the name of a node's verification Job."""
+    return _node_job_name("k2-verify", lock_digest, node)
+
+
+def probe_job_name(lock_digest: str, node: str) -> str:
+    """Return the name of a node's probe Job."""
+    return _node_job_name("k2-probe", lock_digest, node)
+
+
+def _node_job_name(prefix: str, lock_digest: str, node: str) -> str:
+    name = f"{prefix}-{lock_digest[:8]}-{node.replace('.', '-')}"
+    if len(name) <= _MAX_NAME and "." not in node:
+        return name
+    # Two long node names may share their beginning, and a dot made a hyphen may meet another node's hyphen.
+    return f"{name[: _MAX_NAME - 9].rstrip('-')}-{sha256_hex(node.encode())[:8]}"
+
+
+def render_pull_jobs(lock: Lock, site: Site, templates: Templates, tool_image: str) -> tuple[Object, ...]:
+    """Return one Job for each puller of the site; each brings its share of the lock into the store."""
+    of = min(site.pullers, len(lock.files))
+    return tuple(
+        _render_job(
+            templates["pull-job"],
+            pull_job_name(lock.digest, puller),
+            site,
+            tool_image,
+            {"lock-digest": lock.digest, "puller": puller, "of": of},
+        )
+        for puller in range(of)
+    )
+
+
+def render_stage_job(lock: Lock, site: Site, templates: Templates, tool_image: str, node: str, node_uid: str) -> Object:
+    """Return the Job that stages the lock's files on one node."""
+    arguments: Arguments = {
+        "root": MODELS_DIR,
+        "lock-digest": lock.digest,
+        "node": node,
+        "node-uid": node_uid,
+        "reserve-bytes": site.reserve_bytes,
+    }
+    name = stage_job_name(lock.digest, node)
+    return _on_node(_render_job(templates["stage-job"], name, site, tool_image, arguments), node, site)
+
+
+def render_probe_job(lock: Lock, site: Site, templates: Templates, tool_image: str, node: str) -> Object:
+    """Return the Job that looks at one node's disk before anything moves."""
+    arguments: Arguments = {
+        "root": MODELS_DIR,
+        "model-dir": lock.model_dir,
+        "total-bytes": lock.total_bytes,
+        "reserve-bytes": site.reserve_bytes,
+        "node": node,
+    }
+    name = probe_job_name(lock.digest, node)
+    return _on_node(_render_job(templates["probe-job"], name, site, tool_image, arguments), node, site)
+
+
+def render_verify_job(lock: Lock, site: Site, templates: Templates, tool_image: str, node: str) -> Object:
+    """Return the Job that reads and compares every byte of the lock's files on one node."""
+    arguments: Arguments = {"dir": f"{MODELS_DIR}/{lock.model_dir}", "lock-digest": lock.digest, "node": node}
+    name = verify_job_name(lock.digest, node)
+    return _on_node(_render_job(templates["verify-job"], name, site, tool_image, arguments), node, site)
+
+
+def _render_job(template: Object, name: str, site: Site, tool_image: str, arguments: Arguments) -> Object:
+    obj = copy.deepcopy(template)
+    obj["metadata"] |= {"name": name, "namespace": site.namespace}
+    container = at(obj, ("spec", "template", "spec"))["containers"][0]
+    container["image"] = tool_image
+    container["args"] = words(arguments)
+    container["env"] = _store_environment(site)
+    return obj
+
+
+def _on_node(obj: Object, node: str, site: Site) -> Object:
+    spec = at(obj, ("spec", "template", "spec"))
+    terms = at(spec, ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"))
+    # By the node's own name: the hostname label is another name on some clouds.
+    terms["nodeSelectorTerms"][0]["matchFields"][0]["values"] = [node]
+    set_field(volume_of(spec, "models"), ("hostPath", "path"), site.nvme_path)
+    return obj
+
+
+def _store_environment(site: Site) -> list[Object]:
+    def plain(name: str, value: str) -> Object:
+        return {"name": name, "value": value}
+
+    def secret(name: str, secret_name: str, key: str) -> Object:
+        return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret_name, "key": key}}}
+
+    environment = [
+        plain("HF_ENDPOINT", site.hub.endpoint),
+        plain("K2_STORE_ENDPOINT", site.store.endpoint),
+        plain("K2_STORE_BUCKET", site.store.bucket),
+        plain("K2_STORE_REGION", site.store.region),
+        secret("K2_STORE_ACCESS_KEY", site.store.credentials_secret, "access_key"),
+        secret("K2_STORE_SECRET_KEY", site.store.credentials_secret, "secret_key"),
+    ]
+    return environment + ([secret("HF_TOKEN", site.hub.token_secret, "token")] if site.hub.token_secret else [])
