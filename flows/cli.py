@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TypeAlias
 
-from flows.console.command_line import Parser, named, positive
+from flows.console.command_line import Parser, cpus, named, positive
 from tasks.core.errors import CATALOGUE, ExitCode, InputError, K2Error
 
 _EPILOG = """exit codes:
@@ -100,14 +100,7 @@ def _add_reading(commands: Commands) -> None:
     command.add_argument(
         "--output", default="manifests/locks", metavar="DIR", help="where to write (default: %(default)s)"
     )
-    command = _command(
-        commands, "verify", _REPORTS, "Hash a directory and compare it with a lock; any checkout will do.", site=False
-    )
-    command.add_argument("lock", metavar="LOCK", help="lock file")
-    command.add_argument("--dir", required=True, metavar="D", help="directory that holds the files")
-    command.add_argument(
-        "--threads", type=positive, default=os.cpu_count() or 1, help="files hashed at once (default: %(default)s)"
-    )
+    _add_verify(commands)
     command = _command(commands, "plan", _REPORTS, "Say what a release would change. Reads only.")
     command.add_argument("release", metavar="RELEASE", help="id, or path of a release file")
     command.add_argument("--detailed-exitcode", action="store_true", help="exit 3 when there are changes")
@@ -130,6 +123,38 @@ def _add_reading(commands: Commands) -> None:
     command.add_argument("--serving", default="", metavar="DIGEST", help="ask this set by its probe route (12 hex)")
     command.add_argument("--max-tokens", type=positive, default=64)
     command.add_argument("--model", default="kimi-k2", help="served model name (default: %(default)s)")
+
+
+def _add_verify(commands: Commands) -> None:
+    command = _command(
+        commands,
+        "verify",
+        "flows.console.verifying",
+        "Compare a directory, the store or all nodes with a lock, byte for byte.",
+    )
+    command.usage = "k2ctl verify LOCK (--dir D | --store [URI] | --nodes) [option ...]"
+    command.add_argument("lock", metavar="LOCK", help="lock file, a lock's digest in the site's store, or a release")
+    place = command.add_mutually_exclusive_group(required=True)
+    place.add_argument(
+        "--dir", type=named, metavar="D", help="directory with the files, also of a git-lfs checkout or the Hub's cache"
+    )
+    place.add_argument(
+        "--store",
+        nargs="?",
+        const="",
+        metavar="URI",
+        help="the site's object store, or s3://BUCKET/PREFIX at its endpoint; its bytes come to this machine",
+    )
+    place.add_argument("--nodes", action="store_true", help="every node that has it staged, by a Job on each")
+    command.add_argument(
+        "--threads", type=positive, default=cpus(), help="files hashed at once (default: the CPUs, %(default)s)"
+    )
+    command.add_argument(
+        "--at-once", type=positive, default=16, metavar="N", help="with --nodes: how many at a time (default: 16)"
+    )
+    command.add_argument(
+        "--fail-on-extra", action="store_true", help="exit 5 also for files that the lock does not have"
+    )
 
 
 def _add_acting(commands: Commands) -> None:

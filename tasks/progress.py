@@ -15,7 +15,7 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
-from tasks.core.units import eta_s, format_bytes, format_duration
+from tasks.core.units import progress_line
 
 _EVERY_S = 1.0
 _PUBLISH_S = 5.0
@@ -86,21 +86,6 @@ class RunProgress:
             if not self._complained:
                 self._complained = True
                 self.say(f"the orchestrator does not take artifacts ({failed[0]}); the work goes on without")
-
-
-def progress_line(step: str, done: float, total: float, unit: str, elapsed_s: float, moved: float, note: str) -> str:
-    """Return one line of progress: how much of how much, the rate and the time left."""
-    rate = moved / elapsed_s if elapsed_s > 0 else 0.0
-    if unit == "bytes":
-        amount = f"{format_bytes(done)} of {format_bytes(total)}"
-        speed = f"{format_bytes(rate)}/s"
-    else:
-        amount, speed = f"{done:.0f} of {total:.0f} {unit}", f"{rate:.1f} {unit}/s"
-    left = eta_s(moved, total - (done - moved), elapsed_s)
-    parts = [f"{step}: {amount}"]
-    if 0 < done < total and rate > 0:
-        parts += [speed, f"ETA {format_duration(left)}"]
-    return ", ".join([*parts, *([note] if note else [])])
 
 
 def _logger() -> logging.Logger | logging.LoggerAdapter[Any]:

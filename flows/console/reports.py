@@ -1,4 +1,4 @@
-"""Commands that read: lock, plan, render, receipt, verify, explain, ask."""
+"""Commands that read: lock, plan, render, receipt, explain, ask."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import yaml
 from flows.console.submission import say
 from tasks import wiring
 from tasks.core.access import Access
-from tasks.core.errors import CATALOGUE, ExitCode, InputError, IntegrityError, UnavailableError
-from tasks.core.lock import Lock, lock_from_data
+from tasks.core.errors import CATALOGUE, ExitCode, InputError, UnavailableError
 from tasks.core.plan import Plan, plan_rows
 from tasks.core.receipt_view import receipt_lines
 from tasks.core.render import render_serving
@@ -75,38 +74,6 @@ def lock(args: Namespace) -> int:
             f"{len(made.files)} files, {len(made.shards)} shards, {format_bytes(made.total_bytes)}"
         )
     return ExitCode.DONE
-
-
-def verify(args: Namespace) -> int:
-    """Hash every file of a directory and compare it with a lock; also of a checkout that this tool did not make."""
-    from tasks.node.program import Stop
-    from tasks.node.verify_files import verify_directory
-
-    made = _read_lock(Path(args.lock))
-    if not Path(args.dir).is_dir():
-        raise InputError(
-            "K2-INP-001", "There is no such directory.", where="--dir", got=args.dir, expected="a directory of files"
-        )
-    try:
-        count_bytes = verify_directory(Path(args.dir), made, args.dir, args.threads, Stop())
-    except IntegrityError as error:
-        # Not the node's: the directory may be anybody's checkout.
-        error.hint = f"fetch these files again from {made.repo} at {made.revision}, then verify again"
-        raise
-    if args.json:
-        print_json({"version": 1, "ok": True, "files": len(made.files), "bytes": count_bytes, "digest": made.digest})
-    say(f"ok: {len(made.files)} files, {format_bytes(count_bytes)}, have the digests of the lock {made.digest[:12]}")
-    return ExitCode.DONE
-
-
-def _read_lock(path: Path) -> Lock:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            "K2-INP-001", "The lock file cannot be read.", where=str(path), got=str(error), expected="a lock file"
-        ) from error
-    return lock_from_data(data)
 
 
 def plan(args: Namespace) -> int:

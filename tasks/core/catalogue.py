@@ -104,7 +104,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
     CatalogueEntry(
         "K2-INT-002",
         ExitCode.INTEGRITY,
-        "Bytes on a node differ from the lock.",
+        "Bytes at rest differ from the lock: on a node, in a directory, in the store.",
         "Delete the named file there and start no engine: the next release of these weights stages it anew.",
     ),
     CatalogueEntry(

@@ -46,3 +46,18 @@ def eta_s(done: float, total: float, elapsed_s: float) -> float:
     if done >= total:
         return 0.0
     return (total - done) * elapsed_s / done if done > 0 and elapsed_s > 0 else math.inf
+
+
+def progress_line(step: str, done: float, total: float, unit: str, elapsed_s: float, moved: float, note: str) -> str:
+    """Return one line of progress: how much of how much, the rate and the time left."""
+    rate = moved / elapsed_s if elapsed_s > 0 else 0.0
+    if unit == "bytes":
+        amount = f"{format_bytes(done)} of {format_bytes(total)}"
+        speed = f"{format_bytes(rate)}/s"
+    else:
+        amount, speed = f"{done:.0f} of {total:.0f} {unit}", f"{rate:.1f} {unit}/s"
+    left = eta_s(moved, total - (done - moved), elapsed_s)
+    parts = [f"{step}: {amount}"]
+    if 0 < done < total and rate > 0:
+        parts += [speed, f"ETA {format_duration(left)}"]
+    return ", ".join([*parts, *([note] if note else [])])

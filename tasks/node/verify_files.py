@@ -7,87 +7,78 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import IntegrityError
-from tasks.core.lock import Lock, LockedFile
-from tasks.core.verify import Mismatch, ObservedFile, compare
+from tasks.core.errors import After, IntegrityError, UnavailableError
+from tasks.core.file_verdicts import MISSING, UNREADABLE, FileVerdict, Findings
+from tasks.core.lock import Lock
+from tasks.node.checkout import read_checkout
 from tasks.node.environment import ENVIRONMENT_HELP, store_from_environment
-from tasks.node.program import ProgressLines, Stop, run
+from tasks.node.program import ProgressLines, Stop, run, say
 from tasks.node.stored_lock import read_lock
-from tasks.node.verified_file import disk_error, hash_file
-from tasks.node.workers import attempt, run_all
+from tasks.node.workers import attempt
 
 _TRIES = 4
 _NAMED = 10
-_MISSING = "no such file"
 _NAMED_IN_HINT = 3
 
 
 def verify_directory(
     directory: Path, lock: Lock, node: str, threads: int, stop: Stop, progress: ProgressLines | None = None
 ) -> int:
-    """Return the bytes that were read and found right.
+    """Return the bytes that were read and found right; every file that is not is named on standard error.
 
     Raises:
         IntegrityError: a file of the lock is missing or differs; the first is named, further ones are in `details`.
         UnavailableError: the disk failed.
     """
-    largest_first = sorted(lock.files, key=lambda file: (-file.size_bytes, file.path))
-    observe = partial(_observe, directory, node, progress)
-    observed = run_all(largest_first, observe, threads, stop, lambda: None)
+    findings = read_checkout(directory, lock, links=False, threads=threads, stop=stop, tally=progress)
     if progress is not None:
         progress.finish()
-    result = compare(lock, (file for file in observed if file is not None))
-    if not result.ok:
-        raise _difference(node, [*result.mismatched, *(Mismatch(path, _MISSING, "") for path in result.missing)], lock)
-    return lock.total_bytes
+    for problem in findings.problems:
+        say(f"{problem.verdict}: {problem.path}; got: {problem.got}, expected: {problem.expected}")
+    if findings.differs:
+        raise _difference(node, findings, lock)
+    if findings.problems:
+        raise _unreadable(node, findings)
+    return findings.read_bytes
 
 
-def _observe(
-    directory: Path, node: str, progress: ProgressLines | None, file: LockedFile, stop: Stop
-) -> ObservedFile | None:
-    def advance(count_bytes: int) -> None:
-        stop.check()
-        if progress is not None:
-            progress.advance(count_bytes)
-
-    try:
-        size_bytes, sha256 = hash_file(directory / file.path, advance)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        failure = disk_error(error, directory / file.path)
-        failure.where = f"{node}: {file.path}"
-        raise failure from error
-    except IntegrityError as error:
-        return ObservedFile(file.path, file.size_bytes, error.got)
-    if progress is not None:
-        progress.file_done()
-    return ObservedFile(file.path, size_bytes, sha256)
-
-
-def _difference(node: str, problems: list[Mismatch], lock: Lock) -> IntegrityError:
-    first = problems[0]
-    there = [problem.path for problem in problems if problem.got != _MISSING]
+def _difference(node: str, findings: Findings, lock: Lock) -> IntegrityError:
+    problems = findings.problems
+    first = next(problem for problem in problems if problem.verdict != UNREADABLE)
+    there = [problem.path for problem in problems if problem.verdict != MISSING]
     return IntegrityError(
         "K2-INT-002",
         f"{len(problems)} of {len(lock.files)} files are missing or differ from the lock.",
         where=f"{node}: {first.path}",
         got=first.got,
-        expected=first.expected or lock.file(first.path).sha256,
+        expected=first.expected,
         hint=_hint(node, there),
-        details={
-            "node": node,
-            "problems": [
-                {"path": p.path, "got": p.got, "expected": p.expected or lock.file(p.path).sha256}
-                for p in problems[:_NAMED]
-            ],
-        },
+        details=_details(node, problems),
     )
+
+
+def _unreadable(node: str, findings: Findings) -> UnavailableError:
+    first = findings.problems[0]
+    return UnavailableError(
+        "K2-UNA-001",
+        f"{len(findings.problems)} files cannot be read.",
+        where=f"{node}: {first.path}",
+        got=first.got,
+        hint="Check the disk (dmesg, mount options), then run the same command again.",
+        retry=After(5.0),
+        details=_details(node, findings.problems),
+    )
+
+
+def _details(node: str, problems: Sequence[FileVerdict]) -> dict[str, Any]:
+    """Return what a termination message has room for; the log has all of it."""
+    named = [{"path": p.path, "got": p.got, "expected": p.expected, "verdict": p.verdict} for p in problems[:_NAMED]]
+    return {"node": node, "problems": named, "count": len(problems)}
 
 
 def _hint(node: str, wrong: list[str]) -> str:

@@ -73,7 +73,8 @@ def test_a_byte_that_rotted_is_found_by_reading_only(lock_and_directory: tuple[L
     error = caught.value
     assert (error.exit_code, error.where, error.expected) == (5, f"node-1: {SHARD}", lock.file(SHARD).sha256)
     assert len(error.got) == 64
-    assert error.details["problems"] == [{"path": SHARD, "got": error.got, "expected": error.expected}]
+    problem = {"path": SHARD, "got": error.got, "expected": error.expected, "verdict": "differs"}
+    assert error.details == {"node": "node-1", "problems": [problem], "count": 1}
 
 
 @pytest.mark.parametrize("damage", ["gone", "longer", "another inode", "symlink", "fifo"])
