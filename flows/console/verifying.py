@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import sys
 import time
@@ -62,7 +63,7 @@ def _verify_directory(args: Namespace) -> Outcome:
     from tasks.node.checkout import find_checkout, list_others, read_checkout
 
     lock = _lock_of_file(args.lock) if Path(args.lock).is_file() else lock_of_site(args)[1]
-    directory = find_checkout(Path(args.dir), lock)
+    directory = find_checkout(Path(args.dir).absolute(), lock)
     progress, began = LiveProgress(), time.monotonic()
     tally = ShownTally(progress, "verify", lock.total_bytes, len(lock.files))
     with _stoppable(progress) as stop:
@@ -198,14 +199,19 @@ def _error_of(found: Findings, lock: Lock, place: str, fail_on_extra: bool, hint
 def _fetch_again(lock: Lock, directory: Path, found: Findings) -> str:
     """Return the command that fetches wrong files again: `hf download` alone keeps a file whose notes call it right."""
     paths = [problem.path for problem in found.problems]
-    if any(problem.verdict not in (MISSING, UNREADABLE) for problem in found.problems):
-        paths.insert(0, "--force-download")
-    if directory.parent.name == "snapshots":
-        where = f"--cache-dir {directory.parents[2]}"
-    else:
-        where = f"--local-dir {directory}"
-    named = " ".join(paths) if len(paths) <= _NAMED_IN_HINT else "--force-download"
-    return f"hf download {lock.repo} --revision {lock.revision} {where} {named}".rstrip()
+    wrong = any(problem.verdict not in (MISSING, UNREADABLE) for problem in found.problems)
+    cache = directory.parent.name == "snapshots"
+    words = [
+        "hf",
+        "download",
+        lock.repo,
+        *(paths if len(paths) <= _NAMED_IN_HINT else ()),
+        "--revision",
+        lock.revision,
+        *(("--cache-dir", str(directory.parents[2])) if cache else ("--local-dir", str(directory))),
+        *(("--force-download",) if wrong else ()),
+    ]
+    return shlex.join(words)
 
 
 def document_of(outcome: Outcome) -> dict[str, Any]:
@@ -265,7 +271,7 @@ def _show(args: Namespace, outcome: Outcome) -> None:
     for line in outcome.notes:
         print(line)
     linked = f", {found.links} through links" if found.links else ""
-    rate = f", {format_bytes(found.read_bytes / seconds)}/s" if seconds > 0 else ""
+    rate = f", {format_bytes(found.read_bytes / seconds)}/s" if seconds > 0 and found.read_bytes else ""
     print(
         f"{len(outcome.lock.files)} files of the lock {outcome.lock.digest[:12]}: {found.counted()}{linked}; "
         f"{format_bytes(found.read_bytes)} read in {format_duration(seconds)}{rate}"

@@ -35,7 +35,7 @@ from tasks.core.lock import Lock, LockedFile
 from tasks.node.program import Stop
 from tasks.node.workers import run_all
 
-BLOCK_BYTES = 1024 * 1024
+BLOCK_BYTES = 4 * 1024 * 1024
 NO_FILE = "no such file"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
