@@ -19,7 +19,6 @@ POINTER_MAX_BYTES = 1024
 """git-lfs calls nothing longer a pointer."""
 
 _POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?oid sha256:([0-9a-f]{64})\n")
-_OWN_PREFIX = ".k2-"
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,10 @@ def judge_pointer(file: LockedFile, content: bytes) -> FileVerdict | None:
 def ignored_root(path: str) -> str:
     """Return the part of a path for which it is no extra file, or an empty string.
 
-    By rule, and no wider than `hf cache verify` has it: git's own directory, the notes that huggingface_hub keeps
-    beside a download. At the top also what this tool keeps in a staged directory, which no lock may name.
+    By the rule of `hf cache verify` and no wider: git's own directory, and the notes that huggingface_hub keeps beside
+    a download. A staged directory's marker is an extra file like any other.
     """
     parts = path.split("/")
-    if parts[0].startswith(_OWN_PREFIX):
-        return parts[0]
     for at, part in enumerate(parts):
         if part == ".git":
             return "/".join(parts[: at + 1])
