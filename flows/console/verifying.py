@@ -145,6 +145,8 @@ def lock_of_site(args: Namespace) -> tuple[Ports, Lock, str]:
     if Path(named).is_file():
         return ports, _lock_of_file(named), ""
     if _DIGEST.fullmatch(named):
+        if ports.store.head(f"locks/{named}.json") is None:
+            raise _no_such_lock(named)
         return ports, get_lock(ports.store, named), ""
     if receipt := find_receipt(ports.store, named):
         return ports, get_lock(ports.store, receipt["lock"]["digest"]), receipt["release"]["images"]["tool"]
@@ -155,7 +157,7 @@ def lock_of_site(args: Namespace) -> tuple[Ports, Lock, str]:
 def _no_such_lock(named: str) -> InputError:
     return InputError(
         "K2-INP-001",
-        "There is no such lock file.",
+        "There is no such lock.",
         where="LOCK",
         got=named,
         expected="a lock file, the digest of a lock in the site's store, or a release",

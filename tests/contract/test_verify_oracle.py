@@ -32,7 +32,6 @@ from tests.contract.verdict_table import (
     judge,
     make_checkpoint,
     table,
-    their_judgement,
     write_lock,
 )
 

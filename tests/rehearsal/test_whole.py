@@ -187,6 +187,8 @@ def _weights(directory: Path) -> dict[str, tuple[int, int]]:
 def test_receipt_verifies_until_a_byte_changes(promoted: tuple[Site, dict[str, Any]]) -> None:
     site, document = promoted
     assert site.k2ctl("receipt", NEW, "--verify").code == 0
+    assert site.k2ctl("verify", NEW, "--store").code == 0
+    assert all(row["ok"] for row in site.k2ctl("verify", NEW, "--nodes", "--json").data()["nodes"])
     receipt = json.loads(Path(document["receipt"]).read_text())
     node, name = receipt["nodes"][1]["node"], "model-33-of-61.safetensors"
     (path,) = site.directory.glob(f"nodes/{node}/mnt/nvme/k2/*/{receipt['lock']['revision']}/{name}")
@@ -205,6 +207,10 @@ def test_receipt_verifies_until_a_byte_changes(promoted: tuple[Site, dict[str, A
     assert name in error["where"]
     assert error["got"] == hashlib.sha256(content).hexdigest()
     assert len(error["expected"]) == 64
+    run = site.k2ctl("verify", NEW, "--nodes", "--json")
+    assert run.code == 5
+    assert [row["node"] for row in run.data()["nodes"] if not row["ok"]] == [node]
+    assert [(row["node"], row["path"], row["got"]) for row in run.data()["problems"]] == [(node, name, error["got"])]
 
 
 BASIC = {"authorization.k8s.io", "authentication.k8s.io"}
