@@ -22,6 +22,7 @@ from flows.console.live_progress import LiveProgress, ShownTally
 from tasks.core.errors import ExitCode, InputError, IntegrityError, K2Error, UnavailableError
 from tasks.core.file_verdicts import MISSING, UNREADABLE, FileVerdict, Findings
 from tasks.core.lock import Lock, lock_from_data
+from tasks.core.marker import MARKER_FILE
 from tasks.core.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -199,8 +200,10 @@ def _error_of(found: Findings, lock: Lock, place: str, fail_on_extra: bool, hint
 
 
 def _fetch_again(lock: Lock, directory: Path, found: Findings) -> str:
-    """Return the command that fetches wrong files again: `hf download` alone keeps a file whose notes call it right."""
+    """Return what puts wrong files right: `hf download` alone keeps a file whose notes call it right."""
     paths = [problem.path for problem in found.problems]
+    if MARKER_FILE in found.extra:
+        return "a stager's directory: delete the wrong files; the next release of these weights stages them anew"
     wrong = any(problem.verdict not in (MISSING, UNREADABLE) for problem in found.problems)
     cache = directory.parent.name == "snapshots"
     words = [

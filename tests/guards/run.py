@@ -76,6 +76,22 @@ GUARDS = (
         ("tests/unit/test_step_rollout.py::test_every_engine_pod_checks_the_marker_itself_and_wants_a_staged_node",),
     ),
     Guard(
+        "I2",
+        "the deep verification follows no link on a node",
+        "tasks/node/verify_files.py",
+        "links=False",
+        "links=True",
+        ("tests/unit/test_marker_check.py::test_right_bytes_behind_a_link_are_not_right_on_a_node",),
+    ),
+    Guard(
+        "I2",
+        "a file that changes while it is read is not called right",
+        "tasks/node/checkout.py",
+        "    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):\n",
+        "    if False:\n",
+        ("tests/unit/test_checkout.py::test_a_file_that_changes_while_it_is_read_is_not_right",),
+    ),
+    Guard(
         "I3",
         "an older generation does not write the route",
         "tasks/steps/traffic.py",

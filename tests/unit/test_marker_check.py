@@ -101,6 +101,15 @@ def test_other_damage_is_found_by_both(lock_and_directory: tuple[Lock, Path], da
         verify_directory(directory, lock, "node-1", 2, Stop())
 
 
+def test_right_bytes_behind_a_link_are_not_right_on_a_node(lock_and_directory: tuple[Lock, Path]) -> None:
+    lock, directory = lock_and_directory
+    (directory / SHARD).rename(directory.parent / "aside")
+    (directory / SHARD).symlink_to("../aside")
+    with pytest.raises(IntegrityError) as caught:
+        verify_directory(directory, lock, "node-1", 2, Stop())
+    assert (caught.value.where, caught.value.got) == (f"node-1: {SHARD}", "a link")
+
+
 def test_a_marker_of_another_lock_stops_the_engine(lock_and_directory: tuple[Lock, Path]) -> None:
     _, directory = lock_and_directory
     with pytest.raises(IntegrityError) as caught:

@@ -124,6 +124,15 @@ def test_missing_files_alone_are_fetched_without_force(
     assert said["error"]["next"] == f"hf download {REPO} config.json --revision {REVISION} --local-dir {tree}"
 
 
+def test_nobody_is_told_to_download_into_a_stagers_directory(
+    capsys: pytest.CaptureFixture[str], lock_file: str, tree: Path
+) -> None:
+    (tree / "config.json").unlink()
+    (tree / ".k2-staged.json").write_bytes(b"{}\n")
+    _, said, _ = document(capsys, lock_file, "--dir", str(tree))
+    assert said["error"]["next"].startswith("a stager's directory: delete the wrong files")
+
+
 def test_extra_files_fail_only_where_that_is_asked_for(
     capsys: pytest.CaptureFixture[str], lock_file: str, tree: Path
 ) -> None:
