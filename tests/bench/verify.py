@@ -46,6 +46,11 @@ class Run:
     exit_code: int
     output: str
 
+    @property
+    def cores(self) -> float:
+        """How many CPUs it was given; on a busy machine fewer than it wanted."""
+        return self.cpu_s / self.wall_s
+
 
 def run(commands: Sequence[Sequence[str]], environment: dict[str, str]) -> Run:
     """Run commands at the same time and wait for all of them."""
@@ -201,6 +206,7 @@ def result_of(lock: Lock, runs: dict[str, list[Run]], named: dict[str, set[str]]
         "goal_met": ratio >= GOAL,
         "wall_s_median": wall_s,
         "cpu_s_median": {name: median(of, "cpu_s") for name, of in runs.items()},
+        "cores_median": {name: median(of, "cores") for name, of in runs.items()},
         "disk_bytes": {name: sum(one.disk_bytes for one in of) for name, of in runs.items()},
         "corrupted_copy": {"same_verdicts": named["ours"] == named["hf"] == wrong, "wrong": sorted(wrong)},
         "load_1min": round(os.getloadavg()[0], 1),
