@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.console.live_progress import LiveProgress, ShownTally
 from tasks.core.errors import ExitCode, InputError, IntegrityError, K2Error, UnavailableError
-from tasks.core.file_verdicts import MISSING, UNREADABLE, FileVerdict, Findings
+from tasks.core.file_verdicts import MISSING, POINTER, UNREADABLE, FileVerdict, Findings
 from tasks.core.lock import Lock, lock_from_data
 from tasks.core.marker import MARKER_FILE
 from tasks.core.units import format_bytes, format_duration
@@ -204,6 +204,8 @@ def _fetch_again(lock: Lock, directory: Path, found: Findings) -> str:
     paths = [problem.path for problem in found.problems]
     if MARKER_FILE in found.extra:
         return "a stager's directory: delete the wrong files; the next release of these weights stages them anew"
+    if (directory / ".git").exists() and any(problem.verdict == POINTER for problem in found.problems):
+        return shlex.join(["git", "-C", str(directory), "lfs", "pull"])
     wrong = any(problem.verdict not in (MISSING, UNREADABLE) for problem in found.problems)
     cache = directory.parent.name == "snapshots"
     words = [

@@ -133,6 +133,19 @@ def test_nobody_is_told_to_download_into_a_stagers_directory(
     assert said["error"]["next"].startswith("a stager's directory: delete the wrong files")
 
 
+def test_a_clone_without_its_large_files_is_told_to_fetch_them(
+    capsys: pytest.CaptureFixture[str], lock_file: str, tree: Path
+) -> None:
+    file = LOCK.file(SHARD)
+    (tree / ".git").mkdir()
+    (tree / SHARD).write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{file.sha256}\nsize {file.size_bytes}\n"
+    )
+    code, said, _ = document(capsys, lock_file, "--dir", str(tree))
+    assert (code, said["problems"][0]["verdict"], said["extra"]) == (5, "pointer", [])
+    assert said["error"]["next"] == f"git -C {tree} lfs pull"
+
+
 def test_extra_files_fail_only_where_that_is_asked_for(
     capsys: pytest.CaptureFixture[str], lock_file: str, tree: Path
 ) -> None:
