@@ -6,6 +6,7 @@ Unlike the marker check this reads all bytes, so it also finds a byte that chang
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from tasks.node.stored_lock import read_lock
 from tasks.node.workers import attempt
 
 _TRIES = 4
-_NAMED = 10
+_NAMED, _ROOM_BYTES = 10, 2500
 _NAMED_IN_HINT = 3
 
 
@@ -76,8 +77,13 @@ def _unreadable(node: str, findings: Findings) -> UnavailableError:
 
 
 def _details(node: str, problems: Sequence[FileVerdict]) -> dict[str, Any]:
-    """Return what a termination message has room for; the log has all of it."""
-    named = [{"path": p.path, "got": p.got, "expected": p.expected, "verdict": p.verdict} for p in problems[:_NAMED]]
+    """Return the first problems, as many as a termination message has room for, and their count; the log has all."""
+    named: list[dict[str, str]] = []
+    for p in problems[:_NAMED]:
+        row = {"path": p.path, "got": p.got, "expected": p.expected, "verdict": p.verdict}
+        if len(json.dumps([*named, row])) > _ROOM_BYTES:
+            break
+        named.append(row)
     return {"node": node, "problems": named, "count": len(problems)}
 
 

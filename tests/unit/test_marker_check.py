@@ -15,11 +15,11 @@ from tasks.core.errors import IntegrityError
 from tasks.core.lock import Lock
 from tasks.core.marker import MARKER_FILE
 from tasks.node.marker_check import check_directory, main
-from tasks.node.program import Stop
+from tasks.node.program import Stop, write_termination_message
 from tasks.node.sources import StoreSource
 from tasks.node.stage import Node, Stager
 from tasks.node.verify_files import verify_directory
-from tests.fakes.checkpoints import contents, fill
+from tests.fakes.checkpoints import contents, fill, lock_of
 from tests.fakes.memory_store import MemoryStore
 
 FILES = contents(shards=2)
@@ -108,6 +108,21 @@ def test_right_bytes_behind_a_link_are_not_right_on_a_node(lock_and_directory: t
     with pytest.raises(IntegrityError) as caught:
         verify_directory(directory, lock, "node-1", 2, Stop())
     assert (caught.value.where, caught.value.got) == (f"node-1: {SHARD}", "a link")
+
+
+@pytest.mark.parametrize("name", ["a", "n" * 200])
+def test_however_many_files_are_wrong_the_message_says_how_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    lock = lock_of({f"{name}-{number:02}.safetensors": b"%d" % number for number in range(40)})
+    with pytest.raises(IntegrityError) as caught:
+        verify_directory(tmp_path, lock, "node-1", 2, Stop())
+    monkeypatch.setenv("K2_TERMINATION_LOG", str(tmp_path / "log"))
+    write_termination_message(caught.value.as_data())
+    said = json.loads((tmp_path / "log").read_text())["details"]
+    assert said["count"] == 40
+    assert 1 <= len(said["problems"]) <= 10
+    assert len([line for line in capsys.readouterr().err.splitlines() if line.startswith("missing: ")]) == 40
 
 
 def test_a_marker_of_another_lock_stops_the_engine(lock_and_directory: tuple[Lock, Path]) -> None:
