@@ -40,6 +40,7 @@ def _deferred(module: str, name: str) -> Callable[[argparse.Namespace], int]:
 
 
 _REPORTS, _RELEASING, _REHEARSING = "flows.console.reports", "flows.console.releasing", "flows.console.rehearsing"
+_LOCKS = "flows.console.locks"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -65,7 +66,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 def _command(commands: Commands, name: str, module: str, summary: str, *, site: bool = True) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=summary, description=summary)
-    command.set_defaults(run=_deferred(module, name))
+    command.set_defaults(run=_deferred(module, name.replace("-", "_")))
     command.add_argument("--json", action="store_true", help="one JSON document on standard output")
     if site:
         command.add_argument(
@@ -94,12 +95,7 @@ def _add_access(command: argparse.ArgumentParser) -> None:
 
 
 def _add_reading(commands: Commands) -> None:
-    command = _command(commands, "lock", _REPORTS, "Pin a revision: every file's size and digest, from the Hub.")
-    command.add_argument("repo", metavar="REPO", help="owner/name")
-    command.add_argument("--revision", default="main", help="branch, tag or commit; resolved once (default: main)")
-    command.add_argument(
-        "--output", default="manifests/locks", metavar="DIR", help="where to write (default: %(default)s)"
-    )
+    _add_locks(commands)
     _add_verify(commands)
     command = _command(commands, "plan", _REPORTS, "Say what a release would change. Reads only.")
     command.add_argument("release", metavar="RELEASE", help="id, or path of a release file")
@@ -154,6 +150,48 @@ def _add_verify(commands: Commands) -> None:
     )
     command.add_argument(
         "--fail-on-extra", action="store_true", help="exit 5 also for files that the lock does not have"
+    )
+
+
+def _add_locks(commands: Commands) -> None:
+    command = _command(commands, "lock", _LOCKS, "Pin a revision: every file's size and digest, from the Hub.")
+    command.add_argument("repo", metavar="REPO", help="owner/name")
+    command.add_argument("--revision", default="main", help="branch, tag or commit; resolved once (default: main)")
+    command.add_argument(
+        "--output", default="manifests/locks", metavar="DIR", help="where to write (default: %(default)s)"
+    )
+    command.add_argument(
+        "--again", action="store_true", help="from the Hub although the site has accepted one; another one is exit 5"
+    )
+    command.add_argument(
+        "--ignore-total-size", action="store_true", help="accept an index whose total_size is not that of the tensors"
+    )
+    command.add_argument(
+        "--sglang-checksums", default="", metavar="FILE", help="also write the list for SGLang's --model-checksum FILE"
+    )
+    command.add_argument("--sign-key", default="", metavar="PEM", help="sign it with this private key, of a curve")
+    _add_password(command)
+    command = _command(commands, "lock-sign", _LOCKS, "Sign a lock file; no network, no site.", site=False)
+    command.add_argument("lock", metavar="LOCK", help="lock file")
+    command.add_argument("--key", required=True, metavar="PEM", help="private key: EC P-256, P-384 or P-521")
+    command.add_argument("-o", "--output", default="", metavar="FILE", help="signature file (default: beside LOCK)")
+    _add_password(command)
+    command = _command(
+        commands, "lock-verify", _LOCKS, "Check the signature of a lock file; no network, no site.", site=False
+    )
+    command.add_argument("lock", metavar="LOCK", help="lock file")
+    command.add_argument("--key", required=True, metavar="PEM", help="public key of the signer")
+    command.add_argument("--signature", default="", metavar="FILE", help="signature file (default: beside LOCK)")
+    command = _command(commands, "lock-accept", _LOCKS, "Have a site take a lock file that was made elsewhere.")
+    command.add_argument("lock", metavar="LOCK", help="lock file")
+    command.add_argument(
+        "--signature", default="", metavar="FILE", help="signature file (default: the one beside LOCK, if there is one)"
+    )
+
+
+def _add_password(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--password-file", default="", metavar="FILE", help="file with the password of an encrypted private key"
     )
 
 

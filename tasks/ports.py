@@ -45,6 +45,10 @@ class Hub(Protocol):
         """Return a small file's bytes, unverified; InputError if it is larger than `max_bytes`."""
         ...
 
+    def read_range(self, repo: str, revision: str, path: str, offset: int, size_bytes: int) -> bytes:
+        """Return some bytes of a file from an offset on, fewer if it ends before, unverified; no more are fetched."""
+        ...
+
     def open_file(self, repo: str, revision: str, path: str, offset: int) -> Iterator[Block]:
         """Yield a file's bytes from an offset on, in blocks, unverified; UnavailableError when the stream breaks."""
         ...
@@ -117,6 +121,27 @@ class Store(Protocol):
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop an unfinished upload; dropping what is not there is no error."""
+        ...
+
+
+class LockKey(Protocol):
+    """A public key that locks are signed for."""
+
+    @property
+    def key_id(self) -> str:
+        """What signatures call it: the sha256 of its PEM form."""
+        ...
+
+    def verifies(self, data: bytes, signature: bytes) -> bool:
+        """Return whether a signature of some bytes was made with the private half of the key."""
+        ...
+
+
+class SigningKey(LockKey, Protocol):
+    """A key with its private half."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Return a signature of some bytes."""
         ...
 
 

@@ -110,6 +110,9 @@ class SiteModel(Model):
     simulated: list[str] = Field(default=[], description="What of this site is not real; shown in every receipt.")
     rehearsal: bool = Field(default=False, description="Whether `k2ctl rehearse --site` may try releases here.")
     real: list[str] = Field(default=[], description="What of a rehearsal's site is real, by its owner's word.")
+    lock_key: str = Field(
+        default="", description="PEM file of a public key: a lock that it has not signed is refused. Empty: not asked."
+    )
 
     def freeze(self, base: Path) -> Site:
         """Return the core's value with paths made absolute against `base`."""
@@ -142,4 +145,5 @@ class SiteModel(Model):
             cluster_uid=self.cluster_uid,
             rehearsal=self.rehearsal,
             real=tuple(self.real),
+            lock_key=place(self.lock_key),
         )

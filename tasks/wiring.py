@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tasks.adapters.clock import SystemClock
 from tasks.adapters.cluster import KubeCluster
+from tasks.adapters.ec_keys import EcPublicKey, EcSigningKey
 from tasks.adapters.engine import GatewayEngine
 from tasks.adapters.gateway_stats import EnvoyStats
 from tasks.adapters.hub import HfHub
@@ -18,7 +19,7 @@ from tasks.core.errors import InputError
 from tasks.core.permissions import PIPELINE, Right, rights_of, service_account
 from tasks.core.render import render_base
 from tasks.core.spec import Site
-from tasks.ports import Progress
+from tasks.ports import LockKey, Progress, SigningKey
 from tasks.specs import load_base, load_site, load_templates
 from tasks.steps.context import Ports
 from tasks.steps.patience import API_PATIENCE_S, PatientCluster
@@ -99,6 +100,16 @@ def open_store(site: Site) -> S3Store:
     )
 
 
+def public_key(path: str) -> LockKey:
+    """Return the public key of a PEM file, that locks are signed for."""
+    return EcPublicKey(Path(path).expanduser())
+
+
+def signing_key(path: str, password_file: str = "") -> SigningKey:
+    """Return the private key of a PEM file; the password of an encrypted one is in a file of its own."""
+    return EcSigningKey(Path(path).expanduser(), Path(password_file).expanduser() if password_file else None)
+
+
 def open_cluster(site: Site) -> KubeCluster:
     """Return the cluster of a site; where the site file has its uid, no other one is talked to."""
     return KubeCluster(site.kubeconfig, site.context, site.namespace, cluster_uid=site.cluster_uid)
@@ -133,4 +144,5 @@ def connect(path: str, run: str, progress: Progress, model: str = DEFAULT_MODEL,
         rights=pipeline_rights(site),
         run=run,
         tool=f"k2-release {version('k2-release')}",
+        lock_key=public_key(site.lock_key) if site.lock_key else None,
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from flows.console.reports import access_of, connect, print_json, show_plan, summary
+from flows.console.reports import access_of, connect, planned, print_json, show_plan, summary
 from flows.console.submission import Ended, again, say, show_steps_here, submit
 from flows.console.temporary_server import use_server_for
 from tasks import wiring
@@ -20,8 +20,6 @@ from tasks.core.errors import ExitCode, InputError
 from tasks.core.spec import Site, plain
 from tasks.specs import find_release
 from tasks.steps.capacity import make_release_plan
-from tasks.steps.context import Subject
-from tasks.steps.weights import make_accepted_lock
 
 _SHOWN_CHARACTERS = 100
 
@@ -175,9 +173,8 @@ def _ended_by_signal(*_: object) -> None:
 def _dry_run(args: Namespace) -> int:
     """Show the plan and stop."""
     ports = connect(args)
-    found = find_release(args.release, ports.site.releases_dir)
-    made, _ = make_accepted_lock(ports.hub, found.repo, found.revision)
-    show_plan(args, make_release_plan(ports, Subject(found, made)))
+    subject, source = planned(ports, args.release)
+    show_plan(args, make_release_plan(ports, subject), source)
     return ExitCode.DONE
 
 

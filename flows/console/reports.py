@@ -1,4 +1,4 @@
-"""Commands that read: lock, plan, render, receipt, explain, ask."""
+"""Commands that read: plan, render, receipt, explain, ask."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from flows.console.lock_files import write_file
 from flows.console.submission import say
 from tasks import wiring
 from tasks.core.access import Access
@@ -20,14 +21,14 @@ from tasks.core.receipt_view import receipt_lines
 from tasks.core.render import render_serving
 from tasks.core.samples import Answer
 from tasks.core.spec import plain
-from tasks.core.units import format_bytes
 from tasks.progress import TerminalProgress
 from tasks.specs import find_release
+from tasks.steps.acceptance import find_lock
 from tasks.steps.audit import verify_receipt
 from tasks.steps.capacity import make_release_plan
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import get_receipt
-from tasks.steps.weights import make_accepted_lock
+from tasks.steps.signatures import require_signature
 
 _OK, _BAD_REQUEST, _SERVER_ERROR = 200, 400, 500
 _PASSING = (408, 429)
@@ -50,58 +51,33 @@ def print_json(data: Any) -> None:
     print(json.dumps(plain(data), indent=2))
 
 
-def lock(args: Namespace) -> int:
-    """Lock a revision: resolve it once, list its files, write the lock file."""
-    ports = connect(args)
-    revision = ports.hub.resolve(args.repo, args.revision)
-    made, _ = make_accepted_lock(ports.hub, args.repo, revision)
-    path = Path(args.output) / made.file_name
-    _write(str(path), made.to_bytes())
-    if args.json:
-        print_json(
-            {
-                "version": 1,
-                "path": str(path),
-                "digest": made.digest,
-                "revision": revision,
-                "files": len(made.files),
-                "total_bytes": made.total_bytes,
-            }
-        )
-    else:
-        print(
-            f"{path}\nrevision {revision}\ndigest   {made.digest}\n"
-            f"{len(made.files)} files, {len(made.shards)} shards, {format_bytes(made.total_bytes)}"
-        )
-    return ExitCode.DONE
-
-
 def plan(args: Namespace) -> int:
     """Say what a release would change; reads only. Exit 3 with --detailed-exitcode when there are changes."""
     ports = connect(args)
-    subject = _subject(ports, args.release)
+    subject, source = planned(ports, args.release)
     made = make_release_plan(ports, subject)
-    show_plan(args, made)
+    show_plan(args, made, source)
     return ExitCode.PLAN_HAS_CHANGES if args.detailed_exitcode and made.has_changes else ExitCode.DONE
 
 
-def show_plan(args: Namespace, made: Plan) -> None:
+def show_plan(args: Namespace, made: Plan, lock_source: str) -> None:
     """Write a plan to standard output: rows for a person, or with --json one document."""
     if args.json:
-        print_json({"version": 1, **plain(made)})
+        print_json({"version": 1, **plain(made), "lock_source": lock_source})
     else:
-        for row in plan_rows(made, made.usd_per_hour):
+        lock_row = {"what": "lock", "value": f"{made.lock_digest[:12]}, {lock_source}"}
+        for row in (*plan_rows(made, made.usd_per_hour), lock_row):
             print(f"{row['what']:<22}{row['value']}")
 
 
 def render(args: Namespace) -> int:
     """Write the objects of a release as YAML, or with --json as a JSON list."""
     ports = connect(args)
-    subject = _subject(ports, args.release)
+    subject, _ = planned(ports, args.release)
     objects = render_serving(subject.release, subject.lock, ports.site, ports.templates)
     text = json.dumps(objects, indent=2) + "\n" if args.json else yaml.safe_dump_all(objects, sort_keys=True)
     if args.output:
-        _write(args.output, text.encode())
+        write_file(args.output, text.encode())
         if args.json:
             print_json({"version": 1, "path": args.output, "objects": len(objects)})
     else:
@@ -109,27 +85,12 @@ def render(args: Namespace) -> int:
     return ExitCode.DONE
 
 
-def _write(path: str, data: bytes) -> None:
-    """Write a file that was asked for, its directory too; InputError if that place cannot be written."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(data)
-    except OSError as error:
-        raise InputError(
-            "K2-INP-001",
-            "The file cannot be written.",
-            where=path,
-            got=error.strerror or type(error).__name__,
-            expected="a place that can be written",
-            hint="give another --output",
-        ) from error
-
-
-def _subject(ports: Ports, release: str) -> Subject:
-    """Return a release with the lock of its revision, made anew from the Hub (reads only)."""
+def planned(ports: Ports, release: str) -> tuple[Subject, str]:
+    """Return a release with the lock that a run of it would take, and where that came from; reads only."""
     found = find_release(release, ports.site.releases_dir)
-    made, _ = make_accepted_lock(ports.hub, found.repo, found.revision)
-    return Subject(found, made)
+    locked = find_lock(ports, found.repo, found.revision)
+    require_signature(ports.store, locked.lock, ports.lock_key)
+    return Subject(found, locked.lock), locked.source
 
 
 def receipt(args: Namespace) -> int:

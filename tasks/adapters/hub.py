@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -24,6 +25,7 @@ from tasks.ports import HubRevision
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_PAGES = 1000
 _RATE_LIMIT_S = 60.0
+_LEAST_BYTES_PER_S = 10_000
 
 
 class HfHub:
@@ -93,40 +95,72 @@ class HfHub:
 
     def read_file(self, repo: str, revision: str, path: str, max_bytes: int) -> bytes:
         """Return a small file's bytes, unverified; InputError if it is larger than `max_bytes`."""
-        data = bytearray()
-        for block in self.open_file(repo, revision, path, 0):
-            data += block
-            if len(data) > max_bytes:
-                raise InputError(
-                    "K2-INP-004",
-                    "A file is larger than it can rightly be.",
-                    where=f"{repo}@{revision} {path}",
-                    got=f"more than {max_bytes} bytes",
-                    expected=f"at most {max_bytes} bytes",
-                )
+        data = self._read(repo, revision, path, 0, 0, max_bytes)
+        if len(data) > max_bytes:
+            raise InputError(
+                "K2-INP-004",
+                "A file is larger than it can rightly be.",
+                where=f"{repo}@{revision} {path}",
+                got=f"more than {max_bytes} bytes",
+                expected=f"at most {max_bytes} bytes",
+            )
+        return data
+
+    def read_range(self, repo: str, revision: str, path: str, offset: int, size_bytes: int) -> bytes:
+        """Return some bytes of a file from an offset on, fewer if it ends before, unverified; no more are fetched."""
+        return self._read(repo, revision, path, offset, size_bytes, size_bytes)[:size_bytes]
+
+    def _read(self, repo: str, revision: str, path: str, offset: int, asked_bytes: int, enough_bytes: int) -> bytes:
+        """Return what comes from an offset on, and stop where it is more than enough.
+
+        What is asked for is read to its end, which keeps the connection; of a server that sends more no more is taken.
+        """
+        data, began = bytearray(), time.monotonic()
+        with closing(self._opened(repo, revision, path, offset, asked_bytes)) as blocks:
+            for block in blocks:
+                data += block
+                if len(data) > enough_bytes:
+                    break
+                self._check_pace(time.monotonic() - began, len(data), f"{repo}@{revision} {path}")
         return bytes(data)
+
+    def _check_pace(self, elapsed_s: float, received_bytes: int, where: str) -> None:
+        """Raise UnavailableError for a stream that drips: each byte comes in time, and it would take for ever."""
+        if elapsed_s > 2 * self._stall_s and received_bytes < elapsed_s * _LEAST_BYTES_PER_S:
+            raise UnavailableError(
+                "K2-UNA-001",
+                "The Hub sends too slowly.",
+                where=where,
+                got=f"{received_bytes} bytes in {elapsed_s:.0f} s",
+                expected=f"at least {_LEAST_BYTES_PER_S} bytes per second",
+                retry=After(5.0),
+            )
 
     def open_file(self, repo: str, revision: str, path: str, offset: int) -> Iterator[bytes]:
         """Yield a file's bytes from an offset on, in blocks, unverified; UnavailableError when the stream breaks."""
+        return self._opened(repo, revision, path, offset, 0)
+
+    def _opened(self, repo: str, revision: str, path: str, offset: int, size_bytes: int) -> Generator[bytes]:
         try:
-            yield from self._stream(repo, revision, path, offset)
+            yield from self._stream(repo, revision, path, offset, size_bytes)
         except UnavailableError as error:
             raise self._wrong_input(error, repo, revision, path) or error from error.__cause__
 
-    def _stream(self, repo: str, revision: str, path: str, offset: int) -> Iterator[bytes]:
+    def _stream(self, repo: str, revision: str, path: str, offset: int, size_bytes: int) -> Iterator[bytes]:
         from huggingface_hub import hf_hub_url, hf_raise_for_status
 
         url = hf_hub_url(repo, path, revision=revision, endpoint=self._endpoint)
         # Compressed on the way, a range and a length would not be those of the file.
         headers = {**self._headers(), "Accept-Encoding": "identity"}
-        if offset:
-            headers["Range"] = f"bytes={offset}-"
+        if offset or size_bytes:
+            headers["Range"] = f"bytes={offset}-{offset + size_bytes - 1 if size_bytes else ''}"
         with _translated(f"{repo}@{revision} {path}"), ExitStack() as stack:
             response = self._begun(stack, url, headers)
             if response.status_code == 416:
                 _check_end(_announced_size(response), offset, url)
                 return
             hf_raise_for_status(response)
+            _check_range(response, offset, url)
             # A server that knows no ranges sends all of it.
             skip = offset if response.status_code == 200 else 0
             for block in response.iter_bytes():
@@ -230,7 +264,9 @@ def _checked_token(text: str, where: str) -> str:
 
 def _files(entries: Any, url: str) -> list[LockedFile]:
     try:
-        return [_locked_file(entry) for entry in entries if entry["type"] == "file"]
+        odd = next((entry for entry in entries if entry["type"] not in ("file", "directory")), None)
+        if odd is None:
+            return [_locked_file(entry) for entry in entries if entry["type"] == "file"]
     except (KeyError, TypeError, ValueError) as error:
         raise UnavailableError(
             "K2-UNA-001",
@@ -238,6 +274,13 @@ def _files(entries: Any, url: str) -> list[LockedFile]:
             where=url,
             retry=After(5.0),
         ) from error
+    raise InputError(
+        "K2-INP-003",
+        "An entry of the revision is neither a file nor a directory.",
+        where=repr(odd.get("path")),
+        got=repr(odd["type"]),
+        expected="'file' or 'directory'; a link or a submodule cannot be pinned by its content",
+    )
 
 
 def _locked_file(entry: Mapping[str, Any]) -> LockedFile:
@@ -263,6 +306,20 @@ def _check_length(response: Any, url: str) -> None:
             where=url,
             got=f"{response.num_bytes_downloaded} bytes",
             expected=f"{announced} bytes",
+            retry=After(1.0),
+        )
+
+
+def _check_range(response: Any, offset: int, url: str) -> None:
+    """Raise UnavailableError for a part of the file that begins elsewhere than was asked for."""
+    told = str(response.headers.get("Content-Range", ""))
+    if response.status_code == 206 and not re.match(rf"bytes\s+{offset}-", told):
+        raise UnavailableError(
+            "K2-UNA-001",
+            "The Hub sent another part of the file than was asked for.",
+            where=url,
+            got=told or "no Content-Range",
+            expected=f"bytes {offset}-",
             retry=After(1.0),
         )
 
@@ -352,7 +409,7 @@ def _http_error(error: Any, where: str, missing: Callable[[str], K2Error]) -> K2
     if status == 429:
         wait_s = _RATE_LIMIT_S if wait_s is None else wait_s
         summary = f"The Hub limits the rate: it asks for a wait of {wait_s:g} s."
-        return UnavailableError("K2-UNA-001", summary, where=where, retry=After(wait_s))
+        return UnavailableError("K2-UNA-001", summary, where=where, retry=After(wait_s), details={"status": status})
     return UnavailableError(
         "K2-UNA-001",
         f"The Hub answered HTTP {status}.",

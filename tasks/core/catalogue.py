@@ -120,6 +120,18 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         "Run the release again: the stager verifies what is there and stages what is missing.",
     ),
     CatalogueEntry(
+        "K2-INT-005",
+        ExitCode.INTEGRITY,
+        "Another lock was accepted for the same commit before.",
+        "A commit never changes: one of the two sources lies. Compare both locks file by file; nothing was changed.",
+    ),
+    CatalogueEntry(
+        "K2-INT-006",
+        ExitCode.INTEGRITY,
+        "The lock has no good signature of the key that is asked for.",
+        "Find out who made or changed this lock; its owner signs: `k2ctl lock REPO --revision R --sign-key KEY`.",
+    ),
+    CatalogueEntry(
         "K2-UNA-001",
         ExitCode.UNAVAILABLE,
         "A service did not answer, or answered with an error of its own.",

@@ -69,29 +69,3 @@ def check_release_id(release_id: str) -> str:
             expected="lower-case letters, digits and hyphens, at most 48, such as k2-20261130-1",
         )
     return release_id
-
-
-def check_relative_path(path: str) -> str:
-    """Return the path if it stays inside the checkpoint; raise InputError for anything else.
-
-     Refused: absolute paths, `..`, empty or `.` parts, backslashes, NUL and control characters, what has no UTF-8 form
-    , and the names that the stager keeps for itself.
-    """
-    parts = path.split("/")
-    unsafe = (
-        not path
-        or path.startswith("/")
-        or "\\" in path
-        or any(ord(c) < 32 or 0xD800 <= ord(c) <= 0xDFFF for c in path)
-        or any(part in ("", ".", "..") for part in parts)
-        or parts[0].startswith(".k2-")
-    )
-    if unsafe:
-        raise InputError(
-            "K2-INP-003",
-            "A file of the checkpoint has an unsafe path.",
-            where=repr(path),
-            got=repr(path),
-            expected="a relative path without '..', empty parts, backslashes or a leading .k2-",
-        )
-    return path

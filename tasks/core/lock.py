@@ -7,15 +7,15 @@ does not change when a library or an optional field does.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tasks.core.errors import InputError
-from tasks.core.identity import canonical_bytes, check_relative_path, check_repo, check_revision, sha256_hex
+from tasks.core.identity import canonical_bytes, check_repo, check_revision, sha256_hex
+from tasks.core.paths import check_paths_together, check_relative_path
 
 LOCK_VERSION = 1
-INDEX_FILE = "model.safetensors.index.json"
 _EXECUTABLE_SUFFIXES = (".py",)
 _SHA256, _SHA1 = re.compile(r"([0-9a-f]{64})?"), re.compile(r"([0-9a-f]{40})?")
 
@@ -113,18 +113,14 @@ def make_lock(repo: str, revision: str, files: Iterable[LockedFile]) -> Lock:
     """Return a lock after the checks that need no bytes.
 
     Raises:
-        InputError: the revision is no commit, a path is unsafe or twice there, a file has no digest or a negative
-            size, or there is no shard at all.
+        InputError: the revision is no commit, a path is unsafe or cannot stand beside another, a file has no digest or
+            a negative size, or there is no shard at all.
     """
     check_repo(repo)
     check_revision(revision)
     ordered = tuple(sorted(files, key=lambda file: file.path))
-    seen: set[str] = set()
     for file in ordered:
         check_relative_path(file.path)
-        if file.path in seen:
-            raise InputError("K2-INP-004", "A path stands twice in the revision.", where=file.path)
-        seen.add(file.path)
         if file.size_bytes < 0 or not (file.sha256 or file.git_sha1) or not _well_formed(file):
             raise InputError(
                 "K2-INP-004",
@@ -141,6 +137,7 @@ def make_lock(repo: str, revision: str, files: Iterable[LockedFile]) -> Lock:
                 got="git blob id only",
                 expected="lfs.sha256",
             )
+    check_paths_together(file.path for file in ordered)
     if not any(file.kind == "shard" for file in ordered):
         raise InputError("K2-INP-004", "The revision holds no safetensors shard.", where=f"{repo}@{revision}")
     return Lock(repo, revision, ordered)
@@ -171,7 +168,7 @@ def lock_from_data(data: Mapping[str, Any]) -> Lock:
         files = [
             LockedFile(
                 path=f["path"],
-                size_bytes=int(f["size_bytes"]),
+                size_bytes=_count(f["size_bytes"]),
                 kind=f["kind"],
                 sha256=f.get("sha256", ""),
                 git_sha1=f.get("git_sha1", ""),
@@ -179,7 +176,7 @@ def lock_from_data(data: Mapping[str, Any]) -> Lock:
             for f in data["files"]
         ]
         lock = make_lock(data["repo"], data["revision"], files)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError("K2-INP-001", f"The lock file is not well formed: {error!r}.", where="lock") from error
     if lock.total_bytes != data.get("total_bytes"):
         raise InputError(
@@ -190,6 +187,40 @@ def lock_from_data(data: Mapping[str, Any]) -> Lock:
             expected=str(lock.total_bytes),
         )
     return lock
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def check_accepted(lock: Lock) -> Lock:
+    """Return the lock if every file of it has a sha256; raise InputError for one that was never accepted."""
+    for file in lock.files:
+        if not file.sha256:
+            raise InputError(
+                "K2-INP-004",
+                "A file of the lock has no sha256: the lock was never accepted.",
+                where=file.path,
+                got=f"git blob id {file.git_sha1}",
+                expected="a sha256",
+                hint=f"make it anew: k2ctl lock {lock.repo} --revision {lock.revision}",
+            )
+    return lock
+
+
+def first_difference(lock: Lock, other: Lock) -> tuple[str, str, str]:
+    """Return the first path at which two locks differ and what each says of it; empty texts if no file differs."""
+    here, there = ({file.path: file for file in each.files} for each in (lock, other))
+    for path in sorted({*here, *there}):
+        if here.get(path) != there.get(path):
+            return path, _told(here.get(path)), _told(there.get(path))
+    return "", "", ""
+
+
+def _told(file: LockedFile | None) -> str:
+    return f"{file.size_bytes} bytes, {file.sha256 or file.git_sha1}" if file else "no such file"
 
 
 def accept_small_files(lock: Lock, sha256_by_path: Mapping[str, str]) -> Lock:
@@ -207,26 +238,3 @@ def accept_small_files(lock: Lock, sha256_by_path: Mapping[str, str]) -> Lock:
             for file in lock.files
         ),
     )
-
-
-def check_index(lock: Lock, index: Mapping[str, Any]) -> None:
-    """Check that the index names exactly the shards of the lock.
-
-    Raises:
-        InputError: a shard of the index is not in the lock, or a shard of the lock holds no tensor.
-    """
-    named: set[str] = set(index.get("weight_map", {}).values())
-    locked = {file.path for file in lock.shards}
-    if named != locked:
-        missing, extra = sorted(named - locked), sorted(locked - named)
-        raise InputError(
-            "K2-INP-004",
-            "The index and the list of shards disagree.",
-            where=INDEX_FILE,
-            got=f"{len(locked)} shards, without tensors: {_some(extra)}",
-            expected=f"{len(named)} shards, missing: {_some(missing)}",
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"

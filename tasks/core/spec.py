@@ -237,7 +237,8 @@ class Site:
 
     `other_contexts` are further names of `context` in other people's kubeconfigs; `cluster_uid` is the uid of the
     cluster's namespace kube-system, empty if it is not checked. `rehearsal` says that releases may be tried here, with
-    `real` as the owner's own list of what is.
+    `real` as the owner's own list of what is. `lock_key` is the file of the public key that locks have to be signed
+    with, empty if they need not be.
     """
 
     name: str
@@ -261,6 +262,7 @@ class Site:
     cluster_uid: str = ""
     rehearsal: bool = False
     real: tuple[str, ...] = field(default=())
+    lock_key: str = ""
 
     @property
     def contexts(self) -> tuple[str, ...]:

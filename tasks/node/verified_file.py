@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.core.errors import After, CapacityError, IntegrityError, K2Error, UnavailableError
-from tasks.core.identity import check_relative_path, sha256_hex
+from tasks.core.identity import sha256_hex
 from tasks.core.lock import LockedFile
 from tasks.core.marker import FileStat, StagedFile
+from tasks.core.paths import check_relative_path
 
 if TYPE_CHECKING:
     from tasks.ports import Block

@@ -10,7 +10,7 @@ from tasks.core.lock import Lock
 from tasks.core.permissions import Right
 from tasks.core.render import serving_names
 from tasks.core.spec import Release, Site
-from tasks.ports import Clock, Cluster, Engine, GatewayStats, Hub, Progress, Store
+from tasks.ports import Clock, Cluster, Engine, GatewayStats, Hub, LockKey, Progress, Store
 
 FIELD_MANAGER = "k2-release"
 
@@ -19,7 +19,8 @@ FIELD_MANAGER = "k2-release"
 class Ports:
     """The ports of one site, and who is at work: `run` names this flow run in the ledger and on the traffic lease.
 
-    `rights` are those that the flows use on the cluster, as `manifests/base` gives them.
+    `rights` are those that the flows use on the cluster, as `manifests/base` gives them; `lock_key` is the key that
+    locks have to be signed with, where the site names one.
     """
 
     site: Site
@@ -34,6 +35,7 @@ class Ports:
     rights: tuple[Right, ...]
     run: str
     tool: str
+    lock_key: LockKey | None = None
 
 
 @dataclass(frozen=True)

@@ -1,86 +1,18 @@
-"""Steps `lock` and `pull`: from a revision on the Hub to verified bytes in the store."""
+"""Step `pull`: from a revision on the Hub to verified bytes in the store."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from tasks.core.errors import InputError, IntegrityError, UnavailableError
-from tasks.core.identity import check_revision, git_blob_sha1_hex, sha256_hex
-from tasks.core.lock import INDEX_FILE, Lock, LockedFile, accept_small_files, check_index, make_lock
+from tasks.core.errors import UnavailableError
+from tasks.core.lock import Lock
 from tasks.core.units import format_bytes
 from tasks.core.worker_jobs import render_pull_jobs
-from tasks.ports import Hub, Store
+from tasks.ports import Store
 from tasks.steps.context import Ports, Subject
-from tasks.steps.documents import put_lock
 from tasks.steps.jobs import run_jobs
 
-_SMALL_FILE_MAX_BYTES = 64 * 1024 * 1024
 _PULL_DEADLINE_S = 4 * 3600.0
-
-
-def make_accepted_lock(hub: Hub, repo: str, revision: str) -> tuple[Lock, dict[str, bytes]]:
-    """Return the lock of a commit, small files accepted, and the bytes of the small files that were read.
-
-    Each small file is checked against its git blob id and gets our own sha256; the index must name exactly the shards.
-
-    Raises:
-        InputError: no such repository or commit, an unsafe path, an inconsistent checkpoint.
-        IntegrityError: a small file's bytes do not have the blob id that the Hub states for them.
-    """
-    check_revision(revision)
-    listed = hub.list_revision(repo, revision)
-    lock = make_lock(repo, revision, listed.files)
-    small = {file.path: _read_small(hub, lock, file) for file in lock.files if not file.sha256}
-    if INDEX_FILE not in {file.path for file in lock.files}:
-        raise InputError("K2-INP-004", "The revision has no index of its shards.", where=INDEX_FILE)
-    if INDEX_FILE not in small:
-        small[INDEX_FILE] = _read_small(hub, lock, lock.file(INDEX_FILE))
-    check_index(lock, _parse_index(small[INDEX_FILE]))
-    return accept_small_files(lock, {path: sha256_hex(data) for path, data in small.items()}), small
-
-
-def _parse_index(data: bytes) -> dict[str, Any]:
-    try:
-        index = json.loads(data)
-        return {"weight_map": dict(index["weight_map"])}
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(
-            "K2-INP-004",
-            "The index of the shards cannot be read.",
-            where=INDEX_FILE,
-            got=type(error).__name__,
-            expected="a JSON object with a weight_map",
-        ) from error
-
-
-def _read_small(hub: Hub, lock: Lock, file: LockedFile) -> bytes:
-    data = hub.read_file(lock.repo, lock.revision, file.path, _SMALL_FILE_MAX_BYTES)
-    got, expected = (sha256_hex(data), file.sha256) if file.sha256 else (git_blob_sha1_hex(data), file.git_sha1)
-    if got != expected:
-        raise IntegrityError(
-            "K2-INT-001",
-            "A small file's bytes are not those that the Hub lists.",
-            where=f"{lock.repo}@{lock.revision[:8]} {file.path}",
-            got=got,
-            expected=expected,
-        )
-    return data
-
-
-def lock_step(ports: Ports, repo: str, revision: str) -> tuple[Lock, dict[str, Any]]:
-    """Lock a revision, keep the lock in the store by its digest, and return it with what is recorded of it."""
-    lock, _ = make_accepted_lock(ports.hub, repo, revision)
-    digest = put_lock(ports.store, lock)
-    if digest != lock.digest:
-        raise IntegrityError("K2-INT-003", "The stored lock has another digest.", got=digest, expected=lock.digest)
-    return lock, {
-        "lock_digest": digest,
-        "files": len(lock.files),
-        "shards": len(lock.shards),
-        "total_bytes": lock.total_bytes,
-        "note": f"{len(lock.shards)} shards, {format_bytes(lock.total_bytes)}, lock {digest[:12]}",
-    }
 
 
 def blobs_present(store: Store, lock: Lock) -> dict[str, bool]:

@@ -27,6 +27,7 @@ class MemoryHub:
     files: Mapping[str, bytes]
     served: dict[str, bytes] = field(default_factory=dict)
     opened: list[str] = field(default_factory=list)
+    ranges: list[tuple[str, int, int]] = field(default_factory=list)
 
     def resolve(self, repo: str, revision: str) -> str:
         check_repo(repo)
@@ -51,6 +52,13 @@ class MemoryHub:
                 "K2-INP-004", "A file is larger than it can rightly be.", where=f"{repo}@{revision} {path}"
             )
         return data
+
+    def read_range(self, repo: str, revision: str, path: str, offset: int, size_bytes: int) -> bytes:
+        data = self._content(repo, revision, path)
+        if offset > len(data):
+            raise UnavailableError("K2-UNA-001", "The file is shorter than the place to go on from.", where=path)
+        self.ranges.append((path, offset, size_bytes))
+        return data[offset : offset + size_bytes]
 
     def open_file(self, repo: str, revision: str, path: str, offset: int) -> Iterator[bytes]:
         self.opened.append(path)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tasks.core.spec import Release
+from tasks.steps.acceptance import lock_step
 from tasks.steps.capacity import plan_step, preflight_step
 from tasks.steps.context import Ports, Subject
 from tasks.steps.documents import get_lock
@@ -23,7 +24,7 @@ from tasks.steps.promotion import approve_step, promote_step, receipt_step, reti
 from tasks.steps.rollout import rollout_step
 from tasks.steps.shifting import shift_step
 from tasks.steps.staging import stage_step
-from tasks.steps.weights import lock_step, pull_step
+from tasks.steps.weights import pull_step
 
 Data = dict[str, Any]
 

@@ -31,14 +31,15 @@ from tasks.core.spec import (
 from tasks.ports import Object
 from tasks.specs import load_base, load_profile, load_templates
 from tasks.steps.context import Ports, Subject
+from tasks.steps.locking import make_accepted_lock
 from tasks.steps.site_setup import set_up_site
-from tasks.steps.weights import make_accepted_lock
 from tasks.wiring import pipeline_rights
 from tests.fakes.checkpoints import REPO, REVISION
 from tests.fakes.memory_cluster import MemoryCluster
 from tests.fakes.memory_engine import Behaviour, MemoryEngine, MemoryStats
 from tests.fakes.memory_hub import MemoryHub
 from tests.fakes.memory_store import MemoryStore
+from tests.fakes.safetensors_files import shard
 from tests.fakes.steady_clock import SteadyClock
 
 TEMPLATES = load_templates("sglang")
@@ -59,8 +60,9 @@ READY = {"conditions": [{"type": "Ready", "status": "True"}]}
 
 def checkpoint(seed: str = "a") -> dict[str, bytes]:
     """Return the files of a checkpoint of two shards."""
-    shards = {f"model-{n}-of-2.safetensors": f"{seed} shard {n}".encode() * 50 for n in (1, 2)}
-    index = {"weight_map": {f"layer.{n}": path for n, path in enumerate(shards)}}
+    names = [f"model-{n}-of-2.safetensors" for n in (1, 2)]
+    shards = {path: shard({f"layer.{n}": ("U8", [400])}, f"{seed} {path}") for n, path in enumerate(names)}
+    index = {"metadata": {"total_size": 800}, "weight_map": {f"layer.{n}": path for n, path in enumerate(shards)}}
     small = {
         "config.json": json.dumps(MODEL_CONFIG),
         "model.safetensors.index.json": json.dumps(index),

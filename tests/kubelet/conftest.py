@@ -14,8 +14,8 @@ from infra.rehearsal.checkpoint import write_checkpoint
 from infra.rehearsal.hub import publish
 from tasks import wiring
 from tasks.core.spec import Images
+from tasks.steps.acceptance import lock_step
 from tasks.steps.context import Ports, Subject
-from tasks.steps.weights import lock_step
 from tests.fakes.checkpoints import REPO
 from tests.fakes.small_world import IMAGES, RecordingProgress, release
 from tests.kubelet import machine as tier

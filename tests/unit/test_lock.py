@@ -7,13 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.core.errors import InputError
-from tasks.core.lock import LockedFile, accept_small_files, check_index, classify, lock_from_data, make_lock
+from tasks.core.lock import (
+    LockedFile,
+    accept_small_files,
+    check_accepted,
+    classify,
+    first_difference,
+    lock_from_data,
+    make_lock,
+)
 
 REPO, REVISION = "moonshotai/Kimi-K2-Instruct", "ab" * 20
 SHA, GIT = "c" * 64, "d" * 40
 SHARD = LockedFile("model-1-of-1.safetensors", 10, "shard", sha256=SHA)
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
-NAMES = st.from_regex(r"[a-z][a-z0-9._-]{0,8}(/[a-z][a-z0-9._-]{0,8}){0,2}(\.safetensors|\.py|\.json)", fullmatch=True)
+NAMES = st.from_regex(r"([a-z]{1,4}/){0,2}[a-z][a-z0-9_-]{0,8}(\.safetensors|\.py|\.json)", fullmatch=True)
 FILES = st.dictionaries(NAMES, st.tuples(st.integers(0, 2**50), HEX), max_size=8).map(
     lambda files: [LockedFile(path, size, classify(path), sha256=sha) for path, (size, sha) in files.items()]
 )
@@ -51,7 +59,9 @@ def test_the_order_of_the_listing_does_not_matter(files, dice):
         (LockedFile("a.json", 1, "other", sha256="../live.json"), "K2-INP-004"),
         (LockedFile("a.json", 1, "other", sha256=SHA.upper()), "K2-INP-004"),
         (LockedFile("a.json", 1, "other", git_sha1="main"), "K2-INP-004"),
-        (SHARD, "K2-INP-004"),
+        (SHARD, "K2-INP-003"),
+        (LockedFile(SHARD.path.upper(), 1, "other", sha256=SHA), "K2-INP-003"),
+        (LockedFile(f"{SHARD.path}/a", 1, "other", sha256=SHA), "K2-INP-003"),
     ],
 )
 def test_a_wrong_file_is_refused(file, code):
@@ -84,6 +94,10 @@ def test_names_of_file_and_directory():
         (lambda d: d.pop("files"), "K2-INP-001"),
         (lambda d: d["files"][0].pop("size_bytes"), "K2-INP-001"),
         (lambda d: d["files"][0].update(size_bytes="many"), "K2-INP-001"),
+        (lambda d: d["files"][0].update(size_bytes=10.5), "K2-INP-001"),
+        (lambda d: d["files"][0].update(size_bytes=True), "K2-INP-001"),
+        (lambda d: d["files"][0].update(path=3), "K2-INP-001"),
+        (lambda d: d["files"].append(d["files"][0]), "K2-INP-003"),
         (lambda d: d.update(total_bytes=11), "K2-INP-001"),
         (lambda d: d.update(files=3), "K2-INP-001"),
         (lambda d: d.update(revision="main"), "K2-INP-002"),
@@ -108,18 +122,26 @@ def test_accepting_small_files_adds_our_digest_and_keeps_theirs():
     assert made.file(SHARD.path) == SHARD
 
 
+def test_a_lock_with_a_file_that_was_never_hashed_is_not_accepted():
+    made = lock(LockedFile("a.json", 1, "other", git_sha1=GIT))
+    with pytest.raises(InputError) as caught:
+        check_accepted(made)
+    assert (caught.value.code, caught.value.where) == ("K2-INP-004", "a.json")
+    assert check_accepted(accept_small_files(made, {"a.json": SHA})).file("a.json").sha256 == SHA
+
+
 @pytest.mark.parametrize(
-    ("weight_map", "words"),
+    ("other", "path", "words"),
     [
-        ({"t": SHARD.path}, None),
-        ({"t": SHARD.path, "u": "model-2-of-2.safetensors"}, "missing: model-2-of-2.safetensors"),
-        ({}, SHARD.path),
+        ([LockedFile("a.json", 2, "other", sha256=SHA)], "a.json", "1 bytes"),
+        ([LockedFile("a.json", 1, "other", sha256="e" * 64)], "a.json", SHA),
+        ([], "a.json", SHA),
+        ([LockedFile("a.json", 1, "other", sha256=SHA), LockedFile("b", 1, "other", sha256=SHA)], "b", "no such file"),
     ],
 )
-def test_the_index_names_exactly_the_shards(weight_map, words):
-    if words is None:
-        check_index(lock(), {"weight_map": weight_map})
-        return
-    with pytest.raises(InputError) as caught:
-        check_index(lock(), {"weight_map": weight_map})
-    assert words in str(caught.value)
+def test_the_first_file_that_differs_is_named(other, path, words):
+    mine = lock(LockedFile("a.json", 1, "other", sha256=SHA))
+    where, here, _ = first_difference(mine, lock(*other))
+    assert where == path
+    assert words in here
+    assert first_difference(mine, mine) == ("", "", "")

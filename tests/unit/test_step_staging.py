@@ -7,8 +7,9 @@ import pytest
 from tasks.core.errors import CapacityError, IntegrityError, K2Error, NotReadyError
 from tasks.core.marker import marker_from_data
 from tasks.core.render import staged_label
+from tasks.steps.acceptance import lock_step
 from tasks.steps.staging import require_markers, stage_step
-from tasks.steps.weights import lock_step, pull_step
+from tasks.steps.weights import pull_step
 from tests.fakes.checkpoints import REPO, REVISION
 from tests.fakes.small_world import Death, Faults, World, release
 

@@ -37,8 +37,8 @@ from tasks.core.spec import Release
 from tasks.specs import load_base, load_profile
 from tasks.steps.capacity import read_nodes
 from tasks.steps.context import Ports, Subject
+from tasks.steps.locking import make_accepted_lock
 from tasks.steps.rollout import _look, _View
-from tasks.steps.weights import make_accepted_lock
 from tasks.wiring import pipeline_rights
 from tests.contract.agent_site import wait_for
 from tests.fakes.checkpoints import REPO, REVISION
