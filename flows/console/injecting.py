@@ -57,7 +57,7 @@ class Injector:
 
     def __enter__(self) -> Injector:
         if "shard-bitflip" in self._names:
-            self._site.inject("shard-bitflip", {"path": "model-7-of-61.safetensors", "offset": 12345})
+            self._site.inject("shard-bitflip", {"path": "model-7-of-61.safetensors", "offset": 400_000})
             say("inject: the Hub flips one bit of model-7-of-61.safetensors")
         self._thread.start()
         return self

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tasks.core.errors import InputError
@@ -47,6 +48,14 @@ class ShardIndex:
     path: str
     weight_map: Mapping[str, str]
     total_bytes: int | None
+
+    @cached_property
+    def names_by_shard(self) -> Mapping[str, frozenset[str]]:
+        """The tensors of each shard."""
+        names: dict[str, set[str]] = {}
+        for name, shard in self.weight_map.items():
+            names.setdefault(shard, set()).add(name)
+        return {shard: frozenset(of) for shard, of in names.items()}
 
 
 def header_bytes(path: str, size_bytes: int, start: bytes) -> int:
@@ -144,33 +153,31 @@ def check_shards(paths: Iterable[str], indexes: Mapping[str, ShardIndex]) -> Non
             )
 
 
-def check_headers(headers: Sequence[ShardHeader], index: ShardIndex, *, total: bool = True) -> None:
-    """Check the shards of one directory against its index: the names in each header, and the bytes of all.
-
-    Args:
-        headers: of every shard that the index names.
-        index: the index beside them.
-        total: whether the bytes of all must be the index's total_size, if it states one.
+def check_names(header: ShardHeader, index: ShardIndex) -> None:
+    """Check that a shard holds exactly the tensors that the index beside it says.
 
     Raises:
-        InputError: a tensor stands in another shard than the index says, in none, or is not in the index; or the sum
-            differs.
+        InputError: a tensor stands in another shard than the index says, in none, or is not in the index.
     """
     # A name that stands in two headers is in one of them against the index, which names each tensor once.
-    mapped: dict[str, set[str]] = {}
-    for name, shard in index.weight_map.items():
-        mapped.setdefault(shard, set()).add(name)
-    for header in headers:
-        expected = mapped.get(header.path.rpartition("/")[2], set())
-        if header.names != expected:
-            raise _wrong(
-                header.path,
-                f"does not hold the tensors that {index.path} says",
-                f"{len(header.names)} tensors, not in the index: {_some(header.names - expected)}",
-                f"{len(expected)} tensors, missing: {_some(expected - header.names)}",
-            )
+    expected = index.names_by_shard.get(header.path.rpartition("/")[2], frozenset())
+    if header.names != expected:
+        raise _wrong(
+            header.path,
+            f"does not hold the tensors that {index.path} says",
+            f"{len(header.names)} tensors, not in the index: {_some(header.names - expected)}",
+            f"{len(expected)} tensors, missing: {_some(expected - header.names)}",
+        )
+
+
+def check_total(headers: Iterable[ShardHeader], index: ShardIndex) -> None:
+    """Check that the tensors of all shards have the bytes that their index states, if it does.
+
+    Raises:
+        InputError: they have more or fewer.
+    """
     told, there = index.total_bytes, sum(header.data_bytes for header in headers)
-    if total and told is not None and told != there:
+    if told is not None and told != there:
         raise InputError(
             "K2-INP-004",
             "The index states another total_size than the shards' tensors have.",

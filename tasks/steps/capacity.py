@@ -213,14 +213,18 @@ def preflight_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict
 
 
 def read_model_config(ports: Ports, subject: Subject) -> dict[str, Any]:
-    """Return the model's config.json at the locked revision, its bytes checked against the lock."""
+    """Return the model's config.json of the lock, its bytes checked: from the store once it is there, or the Hub."""
     file = subject.lock.file("config.json")
-    data = ports.hub.read_file(subject.lock.repo, subject.lock.revision, file.path, _CONFIG_MAX_BYTES)
+    try:
+        (data, _), where = ports.store.get(f"blobs/{file.sha256}"), f"blobs/{file.sha256}"
+    except KeyError:
+        data = ports.hub.read_file(subject.lock.repo, subject.lock.revision, file.path, _CONFIG_MAX_BYTES)
+        where = ports.site.hub.endpoint
     if sha256_hex(data) != file.sha256:
         raise IntegrityError(
             "K2-INT-001",
             "config.json is not the file of the lock.",
-            where=file.path,
+            where=f"{where} ({file.path})",
             got=sha256_hex(data),
             expected=file.sha256,
         )

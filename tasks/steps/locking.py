@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,9 @@ from tasks.core.safetensors import (
     LENGTH_BYTES,
     ShardHeader,
     ShardIndex,
-    check_headers,
+    check_names,
     check_shards,
+    check_total,
     header_bytes,
     parse_header,
     parse_index,
@@ -58,29 +59,26 @@ def make_accepted_lock(
     check_revision(revision)
     lock = make_lock(repo, revision, hub.list_revision(repo, revision).files)
     work = _Reading(hub, lock, progress)
-    indexes = [name for name in _index_names(lock) if lock.file(name).sha256]
-    small = work.small_files([*(file.path for file in lock.files if not file.sha256), *indexes])
-    parsed = {name.rpartition("/")[0]: parse_index(name, small[name]) for name in _index_names(lock)}
-    check_shards((file.path for file in lock.shards), parsed)
-    _check_headers(work.headers(), parsed, total_size)
+    large_indexes = [name for name in _index_names(lock) if lock.file(name).sha256]
+    small = work.small_files([*(file.path for file in lock.files if not file.sha256), *large_indexes])
+    indexes = {_folder(name): parse_index(name, small[name]) for name in _index_names(lock)}
+    check_shards((file.path for file in lock.shards), indexes)
+    headers = work.headers(indexes)
+    if not any(header.names for header in headers if not _folder(header.path)):
+        raise InputError("K2-INP-004", "The revision holds no tensor.", where=headers[0].path)
+    for folder, index in indexes.items() if total_size else ():
+        check_total((header for header in headers if _folder(header.path) == folder), index)
     return accept_small_files(lock, {path: sha256_hex(data) for path, data in small.items()}), small
 
 
 def _index_names(lock: Lock) -> list[str]:
     """Return the indexes that stand beside shards."""
-    folders = {file.path.rpartition("/")[0] for file in lock.shards}
-    names = {f"{folder}/{INDEX_FILE}".lstrip("/") for folder in folders}
+    names = {f"{_folder(file.path)}/{INDEX_FILE}".lstrip("/") for file in lock.shards}
     return sorted(names & {file.path for file in lock.files})
 
 
-def _check_headers(headers: Iterable[ShardHeader], indexes: dict[str, ShardIndex], total_size: bool) -> None:
-    by_folder: dict[str, list[ShardHeader]] = {}
-    for header in headers:
-        by_folder.setdefault(header.path.rpartition("/")[0], []).append(header)
-    for folder, index in indexes.items():
-        check_headers(by_folder[folder], index, total=total_size)
-    if not any(header.names for header in by_folder[""]):
-        raise InputError("K2-INP-004", "The revision holds no tensor.", where=by_folder[""][0].path)
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -95,9 +93,9 @@ class _Reading:
         """Return the bytes of small files, each checked against the digest that the Hub lists for it."""
         return dict(zip(paths, self._all("small files", self._small, map(self.lock.file, paths)), strict=True))
 
-    def headers(self) -> list[ShardHeader]:
-        """Return the header of every shard."""
-        return self._all("headers", self._header, self.lock.shards)
+    def headers(self, indexes: Mapping[str, ShardIndex]) -> list[ShardHeader]:
+        """Return the header of every shard, compared with the index of its directory, if that has one."""
+        return self._all("headers", partial(self._header, indexes), self.lock.shards)
 
     def _all(self, unit: str, read: Callable[[LockedFile], _Made], files: Iterable[LockedFile]) -> list[_Made]:
         files = list(files)
@@ -128,29 +126,33 @@ class _Reading:
         _check_plain(lock, file, data)
         return data
 
-    def _header(self, file: LockedFile) -> ShardHeader:
+    def _header(self, indexes: Mapping[str, ShardIndex], file: LockedFile) -> ShardHeader:
         """Return a shard's header; InputError for a wrong one that comes twice the same.
 
         Nothing else tells a fault of the upload from one of the line.
         """
+        index = indexes.get(_folder(file.path))
         try:
-            return self._read_header(file)
+            return self._read_header(file, index)
         except InputError as error:
             first = str(error)
         try:
-            self._read_header(file)
+            self._read_header(file, index)
         except InputError as error:
             if str(error) == first:
                 raise
         raise self._unreliable(file, "another header at the second try")
 
-    def _read_header(self, file: LockedFile) -> ShardHeader:
+    def _read_header(self, file: LockedFile, index: ShardIndex | None) -> ShardHeader:
         """Return a shard's header; no more of the shard is fetched than that and half a megabyte."""
         start = self._read(file, 0, min(file.size_bytes, _FIRST_READ_BYTES))
         end = LENGTH_BYTES + header_bytes(file.path, file.size_bytes, start)
         if end > len(start):
             start += self._read(file, len(start), end - len(start))
-        return parse_header(file.path, file.size_bytes, start[LENGTH_BYTES:end])
+        header = parse_header(file.path, file.size_bytes, start[LENGTH_BYTES:end])
+        if index:
+            check_names(header, index)
+        return header
 
     def _read(self, file: LockedFile, offset: int, size_bytes: int) -> bytes:
         data = self.hub.read_range(self.lock.repo, self.lock.revision, file.path, offset, size_bytes)

@@ -96,6 +96,24 @@ def test_a_small_file_is_read_up_to_a_limit(served: Served) -> None:
         assert isinstance(caught.value.retry, Never)
 
 
+@pytest.mark.parametrize(
+    ("path", "offset", "size"),
+    [(SHARD, 0, 8), (SHARD, 0, 1_000_000), (SHARD, 1_234_567, 500), (SHARD, 2_999_999, 1), ("config.json", 0, 5)],
+)
+def test_a_part_of_a_file_is_just_that_part(served: Served, path: str, offset: int, size: int) -> None:
+    data = served.hub.read_range(REPO, served.commit, path, offset, size)
+    assert data == FILES[path][offset : offset + size]
+    assert read(served, "config.json") == FILES["config.json"]  # and the next request is like any other
+
+
+def test_a_part_ends_where_the_file_does(served: Served) -> None:
+    assert served.hub.read_range(REPO, served.commit, SHARD, 2_999_990, 500) == FILES[SHARD][-10:]
+    assert served.hub.read_range(REPO, served.commit, SHARD, 3_000_000, 8) == b""
+    assert served.hub.read_range(REPO, served.commit, "code/empty.py", 0, 8) == b""
+    with pytest.raises(UnavailableError):
+        served.hub.read_range(REPO, served.commit, SHARD, 3_000_001, 8)
+
+
 # A file of no repository is no file either: olah says the latter.
 ABSENT: dict[str, tuple[str, Callable[[Served], Any]]] = {
     "repo": ("K2-INP-002", lambda s: s.hub.resolve("moonshotai/Nothing", "main")),
@@ -112,6 +130,7 @@ ABSENT: dict[str, tuple[str, Callable[[Served], Any]]] = {
     "file-from": ("K2-INP-004", lambda s: read(s, "nothing.bin", 7)),
     "file-below": ("K2-INP-004", lambda s: read(s, "code/nothing.py")),
     "file-read": ("K2-INP-004", lambda s: s.hub.read_file(REPO, s.commit, "nothing.json", 100)),
+    "file-part": ("K2-INP-004", lambda s: s.hub.read_range(REPO, s.commit, "nothing.bin", 0, 8)),
     "branch-list": ("K2-INP-002", lambda s: s.hub.list_revision(REPO, "main")),
     "no-name": ("K2-INP-001", lambda s: s.hub.resolve("../etc", "main")),
 }

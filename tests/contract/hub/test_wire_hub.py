@@ -160,6 +160,101 @@ def test_a_server_that_ignores_ranges_is_read_from_the_offset() -> None:
         assert b"".join(HfHub(url).open_file(REPO, "a" * 40, "x.bin", 4)) == b"456789"
 
 
+def endless(status: int, sent: list[int], **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    """Return an answer that does not end until the client leaves; `sent` counts its bytes."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in {"Content-Length": str(17 * 10**9), **headers}.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        try:
+            while sum(sent) < 10**9:
+                sent.append(handler.wfile.write(b"0123456789abcdef" * 4096))
+        except OSError:
+            sent.append(0)
+
+    return answer
+
+
+@pytest.mark.parametrize("status", [200, 206])
+def test_of_a_server_that_sends_the_whole_shard_only_what_was_asked_for_is_taken(status: int) -> None:
+    sent: list[int] = []
+    with odd_server(endless(status, sent, Content_Range="bytes 0-16999999999/17000000000")) as url:
+        data = HfHub(url).read_range(REPO, "a" * 40, "x.safetensors", 0, 100_000)
+    assert data == (b"0123456789abcdef" * 6250)
+    assert sum(sent) < 50_000_000  # what fits into the buffers between the two
+
+
+def test_a_part_is_asked_for_by_its_range() -> None:
+    asked: list[str | None] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        asked.append(handler.headers["Range"])
+        send(handler, 206, b"0123456789", Content_Range="bytes 5-14/100")
+
+    with odd_server(answer) as url:
+        assert HfHub(url).read_range(REPO, "a" * 40, "x.safetensors", 5, 10) == b"0123456789"
+    assert asked == ["bytes=5-14"]
+
+
+@pytest.mark.parametrize("told", ["bytes 0-9/100", "bytes 50-59/100", "bytes */100", "items 5-14/100", ""])
+@pytest.mark.parametrize("call", ["range", "open"])
+def test_another_part_than_was_asked_for_is_refused(told: str, call: str) -> None:
+    headers = {"Content_Range": told} if told else {}
+    with odd_server(lambda handler: send(handler, 206, b"0123456789", **headers)) as url:
+        hub = HfHub(url)
+        with pytest.raises(UnavailableError) as caught:
+            if call == "range":
+                hub.read_range(REPO, "a" * 40, "x.safetensors", 5, 10)
+            else:
+                list(hub.open_file(REPO, "a" * 40, "x.safetensors", 5))
+    assert isinstance(caught.value.retry, After)
+
+
+def test_a_server_that_drips_is_given_up() -> None:
+    """Each byte comes in time for the timeout of a read; all of them would take for ever."""
+    done = threading.Event()
+
+    def drip(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(206)
+        handler.send_header("Content-Length", "100000")
+        handler.send_header("Content-Range", "bytes 0-99999/100000")
+        handler.end_headers()
+        try:
+            while not done.wait(0.05):
+                handler.wfile.write(b"x")
+                handler.wfile.flush()
+        except OSError:
+            pass
+
+    with odd_server(drip) as url:
+        hub, began = HfHub(url, stall_s=0.4), time.monotonic()
+        for call in (
+            lambda: hub.read_range(REPO, "a" * 40, "x", 0, 100_000),
+            lambda: hub.read_file(REPO, "a" * 40, "x", 10**6),
+        ):
+            with pytest.raises(UnavailableError, match="slowly"):
+                call()
+        done.set()
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("kind", ["symlink", "commit", "unknown", "", 3, None])
+def test_an_entry_that_is_no_file_and_no_directory_is_refused_and_not_left_out(kind: Any) -> None:
+    listed = [
+        {"type": "directory", "path": "code", "oid": "a" * 40, "size": 0},
+        {"type": "file", "path": "x.json", "size": 1, "oid": "a" * 40},
+        {"type": kind, "path": "link", "size": 1, "oid": "a" * 40},
+    ]
+    with (
+        odd_server(lambda handler: send(handler, 200, json.dumps(listed).encode())) as url,
+        pytest.raises(InputError) as caught,
+    ):
+        HfHub(url).list_revision(REPO, "a" * 40)
+    assert (caught.value.code, caught.value.where) == ("K2-INP-003", "'link'")
+
+
 def test_a_stream_without_bytes_is_a_stall() -> None:
     release = threading.Event()
 
