@@ -8,8 +8,6 @@ from pathlib import Path
 from tasks.core.errors import InputError
 from tasks.core.lock import Lock, lock_from_data
 
-_SIGNATURE_MAX_BYTES = 64 * 1024 * 1024
-
 
 def read_lock_file(path: Path) -> Lock:
     """Return the lock of a file; InputError if it cannot be read or is none."""
@@ -30,8 +28,7 @@ def signature_path(lock_path: Path) -> Path:
 def read_signature_file(path: Path) -> bytes:
     """Return the bytes of a signature file; InputError if there is none."""
     try:
-        with path.open("rb") as file:
-            return file.read(_SIGNATURE_MAX_BYTES)
+        return path.read_bytes()
     except OSError as error:
         raise InputError(
             "K2-INP-001",

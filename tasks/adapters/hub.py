@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from tasks.adapters.hub_parts import check_range, read_up_to
 from tasks.core.errors import After, InputError, K2Error, UnavailableError
 from tasks.core.identity import check_repo, check_revision
 from tasks.core.lock import LockedFile, classify
@@ -25,7 +25,6 @@ from tasks.ports import HubRevision
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_PAGES = 1000
 _RATE_LIMIT_S = 60.0
-_LEAST_BYTES_PER_S = 10_000
 
 
 class HfHub:
@@ -95,12 +94,13 @@ class HfHub:
 
     def read_file(self, repo: str, revision: str, path: str, max_bytes: int) -> bytes:
         """Return a small file's bytes, unverified; InputError if it is larger than `max_bytes`."""
-        data = self._read(repo, revision, path, 0, 0, max_bytes)
+        where = f"{repo}@{revision} {path}"
+        data = read_up_to(self._opened(repo, revision, path, 0, 0), max_bytes, 2 * self._stall_s, where)
         if len(data) > max_bytes:
             raise InputError(
                 "K2-INP-004",
                 "A file is larger than it can rightly be.",
-                where=f"{repo}@{revision} {path}",
+                where=where,
                 got=f"more than {max_bytes} bytes",
                 expected=f"at most {max_bytes} bytes",
             )
@@ -108,33 +108,8 @@ class HfHub:
 
     def read_range(self, repo: str, revision: str, path: str, offset: int, size_bytes: int) -> bytes:
         """Return some bytes of a file from an offset on, fewer if it ends before, unverified; no more are fetched."""
-        return self._read(repo, revision, path, offset, size_bytes, size_bytes)[:size_bytes]
-
-    def _read(self, repo: str, revision: str, path: str, offset: int, asked_bytes: int, enough_bytes: int) -> bytes:
-        """Return what comes from an offset on, and stop where it is more than enough.
-
-        What is asked for is read to its end, which keeps the connection; of a server that sends more no more is taken.
-        """
-        data, began = bytearray(), time.monotonic()
-        with closing(self._opened(repo, revision, path, offset, asked_bytes)) as blocks:
-            for block in blocks:
-                data += block
-                if len(data) > enough_bytes:
-                    break
-                self._check_pace(time.monotonic() - began, len(data), f"{repo}@{revision} {path}")
-        return bytes(data)
-
-    def _check_pace(self, elapsed_s: float, received_bytes: int, where: str) -> None:
-        """Raise UnavailableError for a stream that drips: each byte comes in time, and it would take for ever."""
-        if elapsed_s > 2 * self._stall_s and received_bytes < elapsed_s * _LEAST_BYTES_PER_S:
-            raise UnavailableError(
-                "K2-UNA-001",
-                "The Hub sends too slowly.",
-                where=where,
-                got=f"{received_bytes} bytes in {elapsed_s:.0f} s",
-                expected=f"at least {_LEAST_BYTES_PER_S} bytes per second",
-                retry=After(5.0),
-            )
+        blocks = self._opened(repo, revision, path, offset, size_bytes)
+        return read_up_to(blocks, size_bytes, 2 * self._stall_s, f"{repo}@{revision} {path}")[:size_bytes]
 
     def open_file(self, repo: str, revision: str, path: str, offset: int) -> Iterator[bytes]:
         """Yield a file's bytes from an offset on, in blocks, unverified; UnavailableError when the stream breaks."""
@@ -160,7 +135,7 @@ class HfHub:
                 _check_end(_announced_size(response), offset, url)
                 return
             hf_raise_for_status(response)
-            _check_range(response, offset, url)
+            check_range(response.status_code, response.headers.get("Content-Range", ""), offset, url)
             # A server that knows no ranges sends all of it.
             skip = offset if response.status_code == 200 else 0
             for block in response.iter_bytes():
@@ -306,20 +281,6 @@ def _check_length(response: Any, url: str) -> None:
             where=url,
             got=f"{response.num_bytes_downloaded} bytes",
             expected=f"{announced} bytes",
-            retry=After(1.0),
-        )
-
-
-def _check_range(response: Any, offset: int, url: str) -> None:
-    """Raise UnavailableError for a part of the file that begins elsewhere than was asked for."""
-    told = str(response.headers.get("Content-Range", ""))
-    if response.status_code == 206 and not re.match(rf"bytes\s+{offset}-", told):
-        raise UnavailableError(
-            "K2-UNA-001",
-            "The Hub sent another part of the file than was asked for.",
-            where=url,
-            got=told or "no Content-Range",
-            expected=f"bytes {offset}-",
             retry=After(1.0),
         )
 

@@ -27,6 +27,7 @@ WHAT = release("k2-new-1")
 SITE = replace(site(), kubeconfig="/own", context="ours", other_contexts=("kind-ours", "admin@ours"))
 ARGUMENTS = {
     "lock": ["moonshotai/Kimi-K2-Instruct"],
+    "lock-accept": ["made-elsewhere.lock.json"],
     "plan": [WHAT.id],
     "render": [WHAT.id],
     "status": [],
