@@ -6,7 +6,7 @@ The port cases in tests/contract/hub run on this and on two real Hub servers; wh
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tasks.core.errors import InputError, UnavailableError
@@ -82,3 +82,17 @@ class MemoryHub:
 
     def _absent(self, repo: str, revision: str) -> InputError:
         return InputError("K2-INP-002", "There is no such revision.", where=repo, got=revision)
+
+
+@dataclass
+class DownHub:
+    """A Hub that answers nothing; `asked` names each call."""
+
+    asked: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*args: object, **kwargs: object) -> None:
+            self.asked.append(name)
+            raise UnavailableError("K2-UNA-001", "The Hub did not answer: ConnectError.", where="http://127.0.0.1:1")
+
+        return call

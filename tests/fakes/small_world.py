@@ -28,7 +28,7 @@ from tasks.core.spec import (
     TrafficPlan,
     Workload,
 )
-from tasks.ports import Object
+from tasks.ports import LockKey, Object
 from tasks.specs import load_base, load_profile, load_templates
 from tasks.steps.context import Ports, Subject
 from tasks.steps.locking import make_accepted_lock
@@ -188,6 +188,7 @@ class World:
         self.progress = RecordingProgress()
         self.jobs_run: list[str] = []
         self.broken_jobs: dict[str, Object] = {}
+        self.lock_key: LockKey | None = None
         self.cluster.controllers.append(self._control)
         for number in range(1, nodes + 1):
             self.add_node(f"node-{number}")
@@ -212,6 +213,7 @@ class World:
             rights=pipeline_rights(self.site),
             run=run,
             tool="k2-release 0",
+            lock_key=self.lock_key,
         )
 
     def subject(self, what: Release) -> Subject:

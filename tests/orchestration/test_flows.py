@@ -23,6 +23,7 @@ from tasks.core.ledger import FAILED, FINISHED, STARTED, Record
 from tasks.order import END
 from tasks.steps.documents import get_live, get_receipt
 from tasks.steps.journal import records, states
+from tests.fakes.memory_hub import DownHub
 from tests.fakes.site_files import write_release
 from tests.fakes.small_world import World, release
 
@@ -75,6 +76,17 @@ def test_a_second_release_goes_over_the_first_and_retire_takes_the_first_down(wo
     assert last_end(world, OLD.id).data["error"]["code"] == "K2-CON-006"
     world.clock.sleep(1000)
     assert len(retire(OLD.id)["removed"]) == 5
+
+
+def test_a_release_whose_weights_are_in_the_store_goes_all_the_way_without_the_hub(world: World) -> None:
+    release_flow(OLD.id)
+    promote(OLD.id, "ann")
+    world.hub = DownHub()  # type: ignore[assignment]
+    assert release_flow(NEW.id)["outcome"] == "gated"
+    assert promote(NEW.id, "ann")["outcome"] == "promoted"
+    assert world.hub.asked == []
+    lock = states(world.store, NEW.id)["lock"]
+    assert lock.data["lock_source"] == "accepted before, made from http://127.0.0.1:1"
 
 
 def test_a_failed_step_leaves_an_end_with_its_error_and_the_next_run_goes_on(world: World) -> None:

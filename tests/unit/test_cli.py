@@ -22,6 +22,7 @@ from tasks.ports import BackendCounts
 from tasks.specs import load_release, load_site
 from tests.fakes.checkpoints import REPO, REVISION, contents, lock_of
 from tests.fakes.memory_engine import Behaviour
+from tests.fakes.memory_hub import DownHub
 from tests.fakes.pipeline import bring_up, make_live
 from tests.fakes.site_files import write_release, write_site
 from tests.fakes.small_world import World, release
@@ -186,6 +187,23 @@ def test_plan_says_what_would_change_and_exits_3_only_when_asked(capsys, site):
     assert run(capsys, "plan", WHAT.id, "--detailed-exitcode")[0] == 0
 
 
+def test_a_plan_says_where_its_lock_comes_from_and_keeps_nothing(capsys, site):
+    assert json.loads(run(capsys, "plan", WHAT.id, "--json")[1])["lock_source"] == "made from http://127.0.0.1:1"
+    assert not [key for key in site.store.objects if key.startswith(("locks/", "accepted/"))]
+    make_live(site.ports(), WHAT)
+    digest = json.loads(run(capsys, "plan", WHAT.id, "--json")[1])["lock_digest"]
+    said = run(capsys, "plan", WHAT.id)[1]
+    assert f"{digest[:12]}, accepted before, made from http://127.0.0.1:1" in said
+
+
+def test_plan_render_and_a_dry_run_need_no_hub_once_the_lock_is_accepted(capsys, site):
+    make_live(site.ports(), WHAT)
+    site.hub = DownHub()
+    for words in (["plan", WHAT.id], ["render", WHAT.id], ["release", WHAT.id, "--dry-run"]):
+        assert run(capsys, *words, "--json")[0] == 0
+    assert site.hub.asked == []
+
+
 def test_plan_without_free_nodes_is_exit_8(capsys, site):
     for name in ("node-1", "node-2", "node-3", "node-4"):
         site.cluster.edit("Node", name, lambda node: node.update(spec={"unschedulable": True}))
@@ -201,14 +219,6 @@ def test_render_writes_objects_as_yaml(capsys, site, tmp_path):
     (tmp_path / "a-file").write_text("")
     code, _, err = run(capsys, "render", WHAT.id, "-o", str(tmp_path / "a-file" / "out.yaml"))
     assert (code, "cannot be written" in err) == (2, True)
-
-
-def test_lock_writes_the_lock_file(capsys, site, tmp_path):
-    code, out, _ = run(capsys, "lock", REPO, "--revision", REVISION, "--output", str(tmp_path / "locks"), "--json")
-    said = json.loads(out)
-    assert code == 0
-    assert said["revision"] == REVISION
-    assert (tmp_path / "locks").iterdir().__next__().name == f"{REPO.replace('/', '--')}@{REVISION[:8]}.lock.json"
 
 
 def test_verify_compares_any_directory_with_a_lock(capsys, tmp_path):

@@ -141,17 +141,13 @@ class Signed:
     def __init__(self, pair):
         self.pair = pair
         self.world = World()
-
-    def ports(self):
-        from dataclasses import replace
-
-        return replace(self.world.ports(), lock_key=self.pair.key)
+        self.world.lock_key = pair.key
 
     def lock(self):
-        return find_lock(self.ports(), REPO, REVISION).lock
+        return find_lock(self.world.ports(), REPO, REVISION).lock
 
     def step(self):
-        return lock_step(self.ports(), REPO, REVISION)
+        return lock_step(self.world.ports(), REPO, REVISION)
 
 
 @pytest.fixture
@@ -174,7 +170,9 @@ def test_a_signed_lock_goes_on_and_the_record_says_by_whom(site):
 
 
 def test_a_lock_that_was_accepted_unsigned_is_refused_once_the_site_names_a_key(site):
-    lock_step(site.world.ports(), REPO, REVISION)
+    site.world.lock_key = None
+    site.step()
+    site.world.lock_key = site.pair.key
     refused(site.step)
 
 

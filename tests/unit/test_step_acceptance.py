@@ -13,6 +13,7 @@ from tasks.steps.capacity import make_release_plan
 from tasks.steps.context import Subject
 from tasks.steps.documents import get_lock
 from tests.fakes.checkpoints import REPO, REVISION
+from tests.fakes.memory_hub import DownHub
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.pipeline import bring_up, make_live, promote
 from tests.fakes.safetensors_files import shard
@@ -20,20 +21,6 @@ from tests.fakes.small_world import Death, Faults, World, checkpoint, release
 
 KEY = f"accepted/{REPO}/{REVISION}.json"
 NEW = release("k2-new-1")
-
-
-class DownHub:
-    """Answers nothing, and counts who asks."""
-
-    def __init__(self):
-        self.asked = []
-
-    def __getattr__(self, name):
-        def call(*args, **kwargs):
-            self.asked.append(name)
-            raise UnavailableError("K2-UNA-001", "The Hub did not answer: ConnectError.")
-
-        return call
 
 
 def other_lock():
