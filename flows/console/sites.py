@@ -105,6 +105,11 @@ def _hub(ports: Ports, release: str) -> str:
     return f"knows {repo} at {ports.hub.resolve(repo, revision)[:12]}"
 
 
+def _lock_key(ports: Ports, _: str) -> str:
+    key = ports.lock_key
+    return f"locks have to be signed by {key.key_id[:12]}" if key else "none is named: locks need no signature"
+
+
 def _revision(ports: Ports, named: str) -> tuple[str, str]:
     if named:
         release = find_release(named, ports.site.releases_dir)
@@ -141,6 +146,7 @@ _PARTS: tuple[tuple[str, Callable[[Ports, str], str]], ...] = (
     ("live route", _route),
     ("store", _store),
     ("hub", _hub),
+    ("lock key", _lock_key),
     ("prefect", _prefect),
     ("gateway statistics", _statistics),
 )
