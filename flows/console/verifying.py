@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.console.live_progress import LiveProgress, ShownTally
+from flows.console.lock_files import read_lock_file
 from tasks.core.errors import ExitCode, InputError, IntegrityError, K2Error, UnavailableError
 from tasks.core.file_verdicts import MISSING, POINTER, UNREADABLE, FileVerdict, Findings
-from tasks.core.lock import Lock, lock_from_data
+from tasks.core.lock import Lock
 from tasks.core.marker import MARKER_FILE
 from tasks.core.units import format_bytes, format_duration
 
@@ -63,7 +64,7 @@ def verify(args: Namespace) -> int:
 def _verify_directory(args: Namespace) -> Outcome:
     from tasks.node.checkout import find_checkout, list_others, read_checkout
 
-    lock = _lock_of_file(args.lock) if Path(args.lock).is_file() else lock_of_site(args)[1]
+    lock = read_lock_file(Path(args.lock)) if Path(args.lock).is_file() else lock_of_site(args)[1]
     directory = find_checkout(Path(args.dir).absolute(), lock)
     progress, began = LiveProgress(), time.monotonic()
     tally = ShownTally(progress, "verify", lock.total_bytes, len(lock.files))
@@ -119,16 +120,6 @@ def _stoppable(progress: LiveProgress) -> Iterator[Stop]:
         progress.clear()
 
 
-def _lock_of_file(path: str) -> Lock:
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            "K2-INP-001", "The lock file cannot be read.", where=path, got=str(error), expected="a lock file"
-        ) from error
-    return lock_from_data(data)
-
-
 def lock_of_site(args: Namespace) -> tuple[Ports, Lock, str]:
     """Return the site's ports, the lock that was named, and the tool image of its release (empty: not a release).
 
@@ -139,12 +130,12 @@ def lock_of_site(args: Namespace) -> tuple[Ports, Lock, str]:
         raise _no_such_lock(named)
     from flows.console.reports import connect
     from tasks.specs import find_release
+    from tasks.steps.acceptance import find_lock
     from tasks.steps.documents import find_receipt, get_lock
-    from tasks.steps.weights import make_accepted_lock
 
     ports = replace(connect(args), progress=LiveProgress())
     if Path(named).is_file():
-        return ports, _lock_of_file(named), ""
+        return ports, read_lock_file(Path(named)), ""
     if _DIGEST.fullmatch(named):
         if ports.store.head(f"locks/{named}.json") is None:
             raise _no_such_lock(named)
@@ -152,7 +143,7 @@ def lock_of_site(args: Namespace) -> tuple[Ports, Lock, str]:
     if receipt := find_receipt(ports.store, named):
         return ports, get_lock(ports.store, receipt["lock"]["digest"]), receipt["release"]["images"]["tool"]
     release = find_release(named, ports.site.releases_dir)
-    return ports, make_accepted_lock(ports.hub, release.repo, release.revision)[0], release.images.tool
+    return ports, find_lock(ports, release.repo, release.revision).lock, release.images.tool
 
 
 def _no_such_lock(named: str) -> InputError:
