@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -58,9 +58,10 @@ def make_accepted_lock(
     """
     check_revision(revision)
     lock = make_lock(repo, revision, hub.list_revision(repo, revision).files)
-    work = _Reading(hub, lock, progress)
     large_indexes = [name for name in _index_names(lock) if lock.file(name).sha256]
-    small = work.small_files([*(file.path for file in lock.files if not file.sha256), *large_indexes])
+    small_paths = [*(file.path for file in lock.files if not file.sha256), *large_indexes]
+    work = _Reading(hub, lock, progress, len(small_paths) + len(lock.shards))
+    small = work.small_files(small_paths)
     indexes = {_folder(name): parse_index(name, small[name]) for name in _index_names(lock)}
     check_shards((file.path for file in lock.shards), indexes)
     headers = work.headers(indexes)
@@ -88,24 +89,28 @@ class _Reading:
     hub: Hub
     lock: Lock
     progress: Progress | None
+    total_files: int
 
     def small_files(self, paths: list[str]) -> dict[str, bytes]:
         """Return the bytes of small files, each checked against the digest that the Hub lists for it."""
-        return dict(zip(paths, self._all("small files", self._small, map(self.lock.file, paths)), strict=True))
+        return dict(zip(paths, self._all(self._small, [self.lock.file(path) for path in paths], 0), strict=True))
 
     def headers(self, indexes: Mapping[str, ShardIndex]) -> list[ShardHeader]:
-        """Return the header of every shard, compared with the index of its directory, if that has one."""
-        return self._all("headers", partial(self._header, indexes), self.lock.shards)
+        """Return the header of every shard, compared with the index of its directory, if that has one.
 
-    def _all(self, unit: str, read: Callable[[LockedFile], _Made], files: Iterable[LockedFile]) -> list[_Made]:
-        files = list(files)
+        It comes after the small files, for the progress.
+        """
+        shards = self.lock.shards
+        return self._all(partial(self._header, indexes), shards, self.total_files - len(shards))
+
+    def _all(self, read: Callable[[LockedFile], _Made], files: Sequence[LockedFile], before: int) -> list[_Made]:
         made: list[_Made] = []
         pool = ThreadPoolExecutor(_READERS, thread_name_prefix="lock")
         try:
             for future in [pool.submit(_again, partial(read, file)) for file in files]:
                 made.append(future.result())
                 if self.progress:
-                    self.progress.show("lock", len(made), len(files), unit)
+                    self.progress.show("lock", before + len(made), self.total_files, "files")
         finally:
             # What has not begun is not wanted any more after the first failure.
             pool.shutdown(wait=True, cancel_futures=True)
