@@ -12,6 +12,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,33 @@ from tasks.core.marker import FileStat, StagedFile
 from tasks.core.paths import check_relative_path
 
 if TYPE_CHECKING:
+    from tasks.node.rate_limit import RateLimit
     from tasks.ports import Block
 
 PARTIAL_DIR = ".k2-partial"
 READ_BLOCK_BYTES = 4 * 1024 * 1024
+CACHE_MODES = ("keep", "drop")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How bytes are put on the disk.
+
+    `cache_mode`: `keep` leaves them in the page cache, for an engine that starts soon; `drop` leaves nothing of them
+    there, so that nothing is pushed out of it that a serving engine has there. `limit` is shared by all threads of a
+    program; None for none.
+    """
+
+    cache_mode: str = "keep"
+    limit: RateLimit | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache_mode not in CACHE_MODES:
+            raise ValueError(f"cache_mode is one of {', '.join(CACHE_MODES)}, not {self.cache_mode!r}")
+
+
+PLAIN = Writing()
 
 
 class HashingWriter:
@@ -52,7 +75,12 @@ class HashingWriter:
 
 
 def write_verified(
-    dest_dir: Path, path: str, expected: LockedFile, blocks: Iterable[Block], advance: Callable[[int], None]
+    dest_dir: Path,
+    path: str,
+    expected: LockedFile,
+    blocks: Iterable[Block],
+    advance: Callable[[int], None],
+    writing: Writing = PLAIN,
 ) -> StagedFile:
     """Write `dest_dir/path` from blocks, replacing what is there only if the bytes are those of the lock.
 
@@ -62,6 +90,7 @@ def write_verified(
         expected: size and sha256 that the bytes must have.
         blocks: the bytes, from wherever; iteration stops at the first byte too many.
         advance: called with the count of each block written.
+        writing: what stays in the page cache, and how fast.
 
     Raises:
         IntegrityError: other bytes or another size (K2-INT-001); the temp is gone and the final name untouched.
@@ -79,6 +108,8 @@ def write_verified(
             stack.callback(os.close, fd)
             writer = HashingWriter(fd)
             for block in blocks:
+                if writing.limit is not None:
+                    writing.limit.take(len(block))
                 writer.write(block)
                 advance(len(block))
                 if writer.size_bytes > expected.size_bytes:
@@ -86,6 +117,8 @@ def write_verified(
             check_content(path, expected, writer.size_bytes, writer.sha256)
             os.fchmod(fd, 0o444)
             os.fsync(fd)
+            if writing.cache_mode == "drop":
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         temp.rename(final)
         fsync_directory(final.parent)
     except OSError as error:
