@@ -58,28 +58,48 @@ def _same(entry: StagedFile, stat: FileStat) -> bool:
 
 @dataclass(frozen=True)
 class Room:
-    """What a disk has left. `inodes` is None where the file system makes them as needed."""
+    """What a disk has left. `inodes` is None where the file system makes them as needed.
+
+    `reclaimable_bytes` is what stands there of ours and gives way: temps that dead stagers left, the quarantine.
+    """
 
     free_bytes: int
     inodes: int | None
+    reclaimable_bytes: int = 0
 
 
-def check_room(plan: StagingPlan, room: Room, reserve_bytes: int, where: str) -> None:
-    """Raise CapacityError unless the disk has room for what is to be written beside what is there, and a reserve."""
-    require_room(len(plan.to_write), plan.bytes_to_write, room, reserve_bytes, where)
+def check_room(plan: StagingPlan, room: Room, reserve_bytes: int, where: str) -> int:
+    """Return the bytes that must be reclaimed so that there is room for what is to be written, and a reserve.
+
+    Raises:
+        CapacityError: there is not enough, that included.
+    """
+    return require_room(len(plan.to_write), plan.bytes_to_write, room, reserve_bytes, where)
 
 
-def require_room(files: int, bytes_to_write: int, room: Room, reserve_bytes: int, where: str) -> None:
-    """Raise CapacityError unless the disk has room for so many files and bytes, and a reserve if there are any."""
+def require_room(files: int, bytes_to_write: int, room: Room, reserve_bytes: int, where: str) -> int:
+    """Return the bytes that must be reclaimed for so many files and bytes, and a reserve if there are any.
+
+    Nothing is added for temps: they are what is to be written, and get their names by a rename, so at no moment does
+    the disk hold more than the files and what was wrong in their place; and that is in the quarantine, which gives way.
+
+    Raises:
+        CapacityError: there is not enough, that included.
+    """
     needed_bytes = bytes_to_write + (reserve_bytes if files else 0)
-    if needed_bytes > room.free_bytes:
+    if needed_bytes > room.free_bytes + room.reclaimable_bytes:
+        ours = f" and {format_bytes(room.reclaimable_bytes)} that give way" if room.reclaimable_bytes else ""
         raise CapacityError(
             "K2-CAP-002",
             "Not enough free space on the node's disk.",
             where=where,
-            got=f"{format_bytes(room.free_bytes)} free",
+            got=f"{format_bytes(room.free_bytes)} free{ours}",
             expected=f"{format_bytes(needed_bytes)}: {format_bytes(bytes_to_write)} to write and the reserve",
-            details={"free_bytes": room.free_bytes, "needed_bytes": needed_bytes},
+            details={
+                "free_bytes": room.free_bytes,
+                "reclaimable_bytes": room.reclaimable_bytes,
+                "needed_bytes": needed_bytes,
+            },
         )
     needed_inodes = files + _SPARE_INODES
     if files and room.inodes is not None and needed_inodes > room.inodes:
@@ -91,3 +111,4 @@ def require_room(files: int, bytes_to_write: int, room: Room, reserve_bytes: int
             expected=f"{needed_inodes}",
             details={"free_inodes": room.inodes, "needed_inodes": needed_inodes},
         )
+    return max(0, needed_bytes - room.free_bytes) if files else 0

@@ -1,4 +1,7 @@
-"""One stager at a time in a checkpoint's directory, by a lock that the kernel releases when its holder dies."""
+"""One stager at a time on a node and in a checkpoint's directory, by locks that the kernel releases with their holder.
+
+The lock of the node keeps stagers of two checkpoints apart: both would count the same free bytes as theirs.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,23 @@ _POLL_S = 0.2
 
 
 @contextlib.contextmanager
+def hold_node(root: Path, lock_digest: str, wait_s: float, stop: Stop) -> Iterator[None]:
+    """Hold the right to write weights to this node while the block runs; wait for another holder to end.
+
+    Args:
+        root: the node's directory for weights.
+        lock_digest: what is staged; who waits is told.
+        wait_s: how long to wait.
+        stop: ends the wait.
+
+    Raises:
+        UnavailableError: it is still held after `wait_s`, or a signal said stop.
+    """
+    with _held(root / LOCKS_DIR / "node.lock", lock_digest, wait_s, stop):
+        yield
+
+
+@contextlib.contextmanager
 def hold(root: Path, revision: str, wait_s: float, stop: Stop) -> Iterator[None]:
     """Hold the staging lock of a revision while the block runs; wait for another holder to end.
 
@@ -26,11 +46,20 @@ def hold(root: Path, revision: str, wait_s: float, stop: Stop) -> Iterator[None]
     Raises:
         UnavailableError: it is still held after `wait_s`, or a signal said stop.
     """
-    path = root / LOCKS_DIR / f"{revision[:12]}.lock"
+    with _held(root / LOCKS_DIR / f"{revision[:12]}.lock", f"revision {revision}", wait_s, stop):
+        yield
+
+
+@contextlib.contextmanager
+def _held(path: Path, what: str, wait_s: float, stop: Stop) -> Iterator[None]:
     make_directory(path.parent)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         _acquire(fd, path, wait_s, stop)
+        # For whoever waits, and no more: a disk that is full keeps nobody from staging what needs no room.
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.environ.get('POD_NAME', f'pid {os.getpid()}')}, {what}".encode(), 0)
         yield
     finally:
         os.close(fd)
@@ -43,16 +72,19 @@ def _acquire(fd: int, path: Path, wait_s: float, stop: Stop) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            holder = os.pread(fd, 400, 0).decode(errors="replace")
             if time.monotonic() >= deadline:
                 raise UnavailableError(
                     "K2-UNA-001",
                     f"Another stager still works in this directory after {wait_s:g} s.",
                     where=str(path),
+                    got=holder,
+                    expected="nobody",
                     hint=f"`fuser {path}` on the node names its process; run the release again when it has ended.",
                     retry=After(30.0),
                 ) from error
             if not told:
-                say(f"another stager holds {path}: waiting for it")
+                say(f"another stager ({holder}) holds {path}: waiting for it")
                 told = True
             stop.sleep(_POLL_S)
         else:

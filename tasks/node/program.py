@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -72,14 +73,14 @@ def stopped() -> StoppedError:
 class ProgressLines:
     """Prints how far the work is as JSON lines on stdout, at most one each half second and one at the end."""
 
-    def __init__(self, total_bytes: int, files_total: int, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, total_bytes: int, files_total: int, now: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
-        self._now = now
+        self._now = now  # not the wall clock: set back, it would keep the lines back
         self._total_bytes = total_bytes
         self._files_total = files_total
         self._done_bytes = 0
         self._files_done = 0
-        self._last = 0.0
+        self._last = -math.inf
 
     def advance(self, count_bytes: int) -> None:
         """Count bytes; a negative count takes back bytes of an attempt that failed."""
@@ -108,7 +109,7 @@ class ProgressLines:
             "total_bytes": self._total_bytes,
             "files_done": self._files_done,
             "files_total": self._files_total,
-            "t": round(now, 3),
+            "t": round(time.time(), 3),
         }
         print(json.dumps({"progress": line}), flush=True)
 

@@ -1,9 +1,14 @@
 """Puts every file of a lock on this node's disk, verified in the pass that writes it, and leaves a marker last.
 
-Duties, in this order: one stager at a time in the directory; no symlinks; orphans of dead stagers swept; room checked
-before the first byte; each missing file streamed from the store to a temp that gets its name only with the right
-sha256; files that no marker vouches for hashed in place and replaced if wrong; the marker. A run that fails leaves no
-marker. Run again, it keeps what was verified and fetches only the rest.
+Duties, in this order: one stager at a time on the node; no symlinks, one file system; orphans of dead stagers swept;
+room checked before the first byte; what is wrong or not of the lock moved to a quarantine; files that no marker vouches
+for hashed in place; each missing file streamed from the source to a temp that gets its name only with the right
+sha256, as soon as the source has it; the marker; the directory closed for writing. A run that fails leaves no marker.
+Run again, it keeps what was verified and fetches only the rest.
+
+A marker does not grow old: files whose size, time and inode are as they were verified are not read again. Whether the
+medium still holds them is what the scheduled scrub reads for, at its own rate; a release need not wait for it, and a
+clock that jumps makes no site read everything.
 """
 
 from __future__ import annotations
@@ -14,30 +19,40 @@ import os
 import sys
 import time
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.core.errors import InputError, IntegrityError, K2Error, UnavailableError
+from tasks.core.errors import CapacityError, InputError, IntegrityError, K2Error, UnavailableError
 from tasks.core.lock import Lock, LockedFile
-from tasks.core.marker import MARKER_FILE, Marker, StagedFile
-from tasks.core.staging import check_room, plan_staging
+from tasks.core.marker import MARKER_FILE, FileStat, Marker, StagedFile
+from tasks.core.staging import StagingPlan, check_room, plan_staging
 from tasks.core.units import format_bytes
 from tasks.node import directory_lock
+from tasks.node.arrivals import Arrivals, FileQueue, StoreArrivals
 from tasks.node.environment import ENVIRONMENT_HELP, store_from_environment
 from tasks.node.program import ProgressLines, Stop, StoppedError, run, say
+from tasks.node.quarantine import Quarantine
+from tasks.node.rate_limit import RateLimit
 from tasks.node.sources import StoreSource
 from tasks.node.staged_directory import (
+    close_for_writing,
+    open_for_writing,
     read_marker,
     read_room,
     read_stats,
     refuse_links,
+    refuse_other_disks,
     remove_marker,
     sweep_orphans,
+    unlisted_files,
 )
+from tasks.node.staging_result import Node, Staged, staging_result
 from tasks.node.stored_lock import read_lock
 from tasks.node.verified_file import (
+    CACHE_MODES,
+    PLAIN,
+    Writing,
     disk_error,
     fsync_directory,
     hash_file,
@@ -51,30 +66,40 @@ from tasks.node.workers import attempt, run_all
 if TYPE_CHECKING:
     from tasks.ports import Block, Source, Store
 
+__all__ = ["Node", "Stager", "main"]
+
 _TRIES = 4
 
 
-@dataclass(frozen=True)
-class Node:
-    """The node that is staged: its name and the uid of its Node object."""
-
-    name: str
-    uid: str
-
-
-@dataclass(frozen=True)
-class Staged:
-    """One file as it stands verified on the node, and whether its bytes had to be written."""
-
-    file: StagedFile
-    written: bool
-
-
 class Stager:
-    """Stages one lock on one node; see the module for the order of things."""
+    """Stages one lock on one node; see the module for the order of things.
+
+    Args:
+        source: where the bytes come from; it is not trusted.
+        store: where the lock's markers are kept.
+        root: the node's directory for weights.
+        lock: what is staged.
+        node: the node.
+        reserve_bytes: what must stay free.
+        stop: set by signals.
+        writing: what stays in the page cache, and how fast bytes are read and written.
+        arrivals: says what the source has, where it is still being filled; None if it has everything.
+        source_wait_s: how long nothing new may come from it.
+    """
 
     def __init__(
-        self, source: Source, store: Store, root: Path, lock: Lock, node: Node, reserve_bytes: int, stop: Stop
+        self,
+        source: Source,
+        store: Store,
+        root: Path,
+        lock: Lock,
+        node: Node,
+        reserve_bytes: int,
+        stop: Stop,
+        *,
+        writing: Writing = PLAIN,
+        arrivals: Arrivals | None = None,
+        source_wait_s: float = 0.0,
     ) -> None:
         self._source = source
         self._store = store
@@ -83,7 +108,12 @@ class Stager:
         self._node = node
         self._reserve_bytes = reserve_bytes
         self._stop = stop
+        self._writing = writing
+        self._arrivals = arrivals
+        self._source_wait_s = source_wait_s
         self._directory = root / lock.model_dir
+        self._quarantine = Quarantine(self._directory)
+        self._moved: list[dict[str, str]] = []
 
     def stage(self, threads: int, lock_wait_s: float) -> dict[str, Any]:
         """Return the outcome, with every file verified and the marker written; raise K2Error and leave no marker."""
@@ -94,42 +124,46 @@ class Stager:
             )
         # The directories on the way are looked at before they are made or entered.
         refuse_links(self._root, self._directory)
-        with directory_lock.hold(self._root, self._lock.revision, lock_wait_s, self._stop):
-            try:
+        began = time.monotonic()
+        try:
+            # Another lock's stager first: both would count the same free bytes as theirs.
+            with (
+                directory_lock.hold_node(self._root, self._lock.digest, lock_wait_s, self._stop),
+                directory_lock.hold(
+                    self._root, self._lock.revision, lock_wait_s - (time.monotonic() - began), self._stop
+                ),
+            ):
                 return self._stage_alone(threads)
-            except OSError as error:
-                raise disk_error(error, self._directory) from error
+        except OSError as error:
+            raise disk_error(error, self._directory) from error
 
     def _stage_alone(self, threads: int) -> dict[str, Any]:
+        began = time.monotonic()
         make_directory(self._directory)
         refuse_links(self._root, self._directory)
+        refuse_other_disks(self._root, self._directory, self._node.name)
+        open_for_writing(self._directory)
         if swept_bytes := sweep_orphans(self._directory):
             say(f"swept {format_bytes(swept_bytes)} that a dead stager left")
+        self._quarantine.sweep()
         marker = self._old_marker()
         stats = read_stats(self._directory, self._lock)
         plan = plan_staging(self._lock, marker, stats, self._node.name, self._node.uid)
-        jobs = (*plan.to_write, *plan.to_hash)
-        if jobs or marker is None or marker.lock_digest != self._lock.digest:
+        if plan.to_hash or plan.to_write or marker is None or marker.lock_digest != self._lock.digest:
             remove_marker(self._directory)
             marker = None
-        check_room(plan, read_room(self._directory), self._reserve_bytes, f"{self._node.name}: {self._directory}")
+        self._move_away(plan, stats)
+        self._check_room(plan)
         say(
             f"{self._node.name}: {len(plan.kept)} files kept, {len(plan.to_hash)} to hash, "
             f"{len(plan.to_write)} to write ({format_bytes(plan.bytes_to_write)})"
         )
-        done = self._work(jobs, threads)
-        written = [staged.file for staged in done if staged.written]
+        done = self._work(plan, threads)
         if marker is None:
             marker = self._leave_marker((*plan.kept, *(staged.file for staged in done)))
+        close_for_writing(self._directory)
         self._publish(marker)
-        return {
-            "node": self._node.name,
-            "lock_digest": self._lock.digest,
-            "marker_sha256": marker.digest,
-            "files": len(self._lock.files),
-            "bytes_written": sum(file.size_bytes for file in written),
-            "files_kept": len(self._lock.files) - len(written),
-        }
+        return staging_result(self._node, self._lock, marker, done, self._moved, time.monotonic() - began)
 
     def _old_marker(self) -> Marker | None:
         try:
@@ -138,66 +172,111 @@ class Stager:
             say(f"the marker that is there does not count: {error}")
             return None
 
-    def _work(self, jobs: tuple[LockedFile, ...], threads: int) -> list[Staged]:
+    def _move_away(self, plan: StagingPlan, stats: Mapping[str, FileStat]) -> None:
+        """Move files of another size, and files that are not of the lock: an engine would read them all the same."""
+        for file in plan.to_write:
+            if file.path in stats:
+                got = f"{stats[file.path].size_bytes} bytes"
+                self._quarantined(file.path, got, f"{got} instead of {file.size_bytes}", expected=file.sha256)
+        for path in unlisted_files(self._directory, self._lock):
+            self._quarantined(path, "not in the lock", "not in the lock")
+
+    def _quarantined(self, path: str, got: str, reason: str, sha256: str = "", expected: str = "") -> None:
+        self._quarantine.take(path, reason, sha256, expected)
+        self._moved.append({"path": path, "got": got})
+        say(f"{self._node.name}: {path} is moved to the quarantine: {reason}")
+
+    def _check_room(self, plan: StagingPlan) -> None:
+        room = read_room(self._directory, self._quarantine.size_bytes)
+        if check_room(plan, room, self._reserve_bytes, f"{self._node.name}: {self._directory}"):
+            self._empty_quarantine()
+
+    def _empty_quarantine(self) -> int:
+        if freed_bytes := self._quarantine.sweep(keep=0):
+            say(f"{self._node.name}: {format_bytes(freed_bytes)} of the quarantine give way to the weights")
+        return freed_bytes
+
+    def _work(self, plan: StagingPlan, threads: int) -> list[Staged]:
+        jobs = (*plan.to_write, *plan.to_hash)
         progress = ProgressLines(sum(file.size_bytes for file in jobs), len(jobs))
-        largest_first = sorted(jobs, key=lambda file: (-file.size_bytes, file.path))
+        queue = FileQueue(plan.to_hash, plan.to_write, self._arrivals, self._source_wait_s, self._node.name)
         try:
-            return run_all(largest_first, partial(self._stage_file, progress), threads, self._stop, self._abandon_temps)
+            work = partial(self._stage_next, queue, progress)
+            return run_all(range(len(jobs)), work, threads, self._stop, self._abandon_temps)
         finally:
             progress.finish()
 
-    def _stage_file(self, progress: ProgressLines, file: LockedFile, stop: Stop) -> Staged:
-        staged = self._keep_if_right(progress, file) or attempt(
-            partial(self._fetch, progress, file, stop), stop, integrity_tries=2, tries=_TRIES
-        )
-        progress.file_done()
-        return staged
+    def _stage_next(self, queue: FileQueue, progress: ProgressLines, _: int, stop: Stop) -> Staged:
+        while True:
+            file, here = queue.take(stop)
+            if staged := self._keep_if_right(progress, file, stop) if here else self._bring(progress, file, stop):
+                progress.file_done()
+                return staged
+            queue.fetch_instead(file)
 
-    def _keep_if_right(self, progress: ProgressLines, file: LockedFile) -> Staged | None:
-        """Return the file that is there if its bytes are right, else None; it stays until a right one replaces it."""
-        path = self._directory / file.path
-        if not path.exists() or path.stat().st_size != file.size_bytes:
+    def _keep_if_right(self, progress: ProgressLines, file: LockedFile, stop: Stop) -> Staged | None:
+        """Return the file that is there if its bytes are right; else None, and it is out of the way."""
+        path, began = self._directory / file.path, time.monotonic()
+        hashed = _Counted(progress, stop, self._writing.limit)
+        try:
+            size_bytes, sha256 = hash_file(path, hashed)
+        except FileNotFoundError:
             return None
-        hashed = _Counted(progress)
-        size_bytes, sha256 = hash_file(path, hashed)
         if (size_bytes, sha256) != (file.size_bytes, file.sha256):
-            say(f"{self._node.name}: {file.path} has wrong bytes (sha256 {sha256}): replacing it")
             hashed.take_back()
+            self._quarantined(file.path, f"sha256 {sha256}", "wrong bytes", sha256, file.sha256)
             return None
         # It may have been copied in without either.
         path.chmod(0o444)
         with path.open("rb") as opened:
             os.fsync(opened.fileno())
+            if self._writing.cache_mode == "drop":
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         fsync_directory(path.parent)
-        return Staged(staged_file(self._directory, file.path, file.sha256), written=False)
+        return Staged(staged_file(self._directory, file.path, file.sha256), False, time.monotonic() - began, 1, "disk")
 
-    def _fetch(self, progress: ProgressLines, file: LockedFile, stop: Stop) -> Staged:
-        written = _Counted(progress)
-        blocks = _stoppable(self._source.open(file), stop)
-        try:
-            with contextlib.closing(blocks):
-                staged = write_verified(self._directory, file.path, file, blocks, written)
-        except StoppedError:
-            raise
-        except K2Error as error:
-            written.take_back()
-            raise self._named(error, file) from error
-        return Staged(staged, written=True)
+    def _bring(self, progress: ProgressLines, file: LockedFile, stop: Stop) -> Staged:
+        """Fetch a file, and once more if the bytes are wrong; what a broken stream brought is fetched again, too."""
+        began, wrong, tries = time.monotonic(), list[str](), list[None]()
 
-    def _named(self, error: K2Error, file: LockedFile) -> K2Error:
+        def fetch() -> StagedFile:
+            tries.append(None)
+            return self._fetch(progress, file, stop, wrong)
+
+        staged = attempt(fetch, stop, integrity_tries=2, tries=_TRIES)
+        return Staged(staged, True, time.monotonic() - began, len(tries), self._source.name)
+
+    def _fetch(self, progress: ProgressLines, file: LockedFile, stop: Stop, wrong: list[str]) -> StagedFile:
+        while True:
+            written = _Counted(progress, stop)
+            blocks = _stoppable(self._source.open(file), stop)
+            try:
+                with contextlib.closing(blocks):
+                    return write_verified(self._directory, file.path, file, blocks, written, self._writing)
+            except StoppedError:
+                raise
+            except K2Error as error:
+                written.take_back()
+                if isinstance(error, CapacityError) and self._empty_quarantine():
+                    continue
+                if isinstance(error, IntegrityError):
+                    wrong.append(error.got)
+                raise self._named(error, file, wrong) from error
+
+    def _named(self, error: K2Error, file: LockedFile, wrong: list[str]) -> K2Error:
         """Return the error with the node and the file in its place, which the one who wrote it did not know."""
         where = f"{self._node.name}: {file.path}"
-        hint = error.hint
+        hint, details = error.hint, dict(error.details)
         if isinstance(error, IntegrityError):
+            details |= {"tries": wrong, "source": self._source.name}
             hint = (
-                f"Nothing unverified was kept on {self._node.name}. If it comes again, the store's copy is wrong: "
-                f"delete blobs/{file.sha256} and its .ok from the store, then run the release again."
+                f"Nothing unverified was kept on {self._node.name}. If it comes again, the copy at "
+                f"{self._source.name} is wrong: delete blobs/{file.sha256} and its .ok from the store, then run the "
+                "release again."
             )
         elif isinstance(error, UnavailableError):
             where += f" ({error.where})" if error.where else ""
-        return type(error)(
-            error.code, error.summary, where, error.got, error.expected, hint, error.retry, dict(error.details)
-        )
+        return type(error)(error.code, error.summary, where, error.got, error.expected, hint, error.retry, details)
 
     def _abandon_temps(self) -> None:
         with contextlib.suppress(OSError):
@@ -227,11 +306,16 @@ class Stager:
 class _Counted:
     """Counts what one attempt adds to the progress, so that it can be taken back when the attempt fails."""
 
-    def __init__(self, progress: ProgressLines) -> None:
+    def __init__(self, progress: ProgressLines, stop: Stop, limit: RateLimit | None = None) -> None:
         self._progress = progress
+        self._stop = stop
+        self._limit = limit
         self.count_bytes = 0
 
     def __call__(self, count_bytes: int) -> None:
+        self._stop.check()
+        if self._limit is not None:
+            self._limit.take(count_bytes)
         self.count_bytes += count_bytes
         self._progress.advance(count_bytes)
 
@@ -275,6 +359,23 @@ exit codes: 0 staged and marked, 2 wrong input, 5 bytes differ from the lock, 8 
     parser.add_argument("--reserve-bytes", type=int, default=0, help="bytes that must stay free (default: 0)")
     parser.add_argument("--threads", type=int, default=3, help="files at once (default: 3)")
     parser.add_argument("--source-stall-s", type=float, default=30.0, help="no byte for so long is a stall (30)")
+    parser.add_argument(
+        "--source-wait-s",
+        type=float,
+        default=0.0,
+        help="begin before the store is filled, take each file when it is there, and give up when for so long no new "
+        "one is (default 0: everything is there)",
+    )
+    parser.add_argument(
+        "--cache-mode",
+        choices=CACHE_MODES,
+        default="keep",
+        help="keep: what is written stays in the page cache, for an engine that starts soon; drop: nothing of it "
+        "does, beside an engine that serves (default: keep)",
+    )
+    parser.add_argument(
+        "--limit-bytes-per-s", type=float, default=0.0, help="read and write no faster (default 0: no limit)"
+    )
     parser.add_argument("--lock-wait-s", type=float, default=3600.0, help="how long to wait for another stager (3600)")
     return parser
 
@@ -283,7 +384,19 @@ def _work(arguments: argparse.Namespace, stop: Stop) -> Mapping[str, Any]:
     store = store_from_environment(arguments.source_stall_s)
     lock = attempt(partial(read_lock, store, arguments.lock_digest), stop, integrity_tries=1, tries=_TRIES)
     node = Node(arguments.node, arguments.node_uid)
-    stager = Stager(StoreSource(store), store, arguments.root, lock, node, arguments.reserve_bytes, stop)
+    limit = RateLimit(arguments.limit_bytes_per_s, stop.sleep) if arguments.limit_bytes_per_s else None
+    stager = Stager(
+        StoreSource(store),
+        store,
+        arguments.root,
+        lock,
+        node,
+        arguments.reserve_bytes,
+        stop,
+        writing=Writing(arguments.cache_mode, limit),
+        arrivals=StoreArrivals(store) if arguments.source_wait_s else None,
+        source_wait_s=arguments.source_wait_s,
+    )
     return stager.stage(arguments.threads, arguments.lock_wait_s)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
-from tasks.core.errors import IntegrityError
+from tasks.core.errors import IntegrityError, NotReadyError
 from tasks.core.lock import Lock
 from tasks.core.marker import MARKER_FILE, FileStat, Marker, marker_from_data
 from tasks.core.staging import Room
 from tasks.node.verified_file import PARTIAL_DIR, file_stat, fsync_directory, not_regular
+
+_CACHE = ".cache"  # of huggingface_hub, in a directory that somebody has filled with it; no engine reads there
 
 
 def read_marker(directory: Path) -> Marker | None:
@@ -46,6 +49,58 @@ def refuse_links(root: Path, directory: Path) -> None:
                 raise not_regular(Path(base, name))
 
 
+def refuse_other_disks(root: Path, directory: Path, node: str) -> None:
+    """Raise NotReadyError unless the directory and all below it are on the root's file system.
+
+    A file gets its name by a rename, which does not lead from one file system to another.
+    """
+    device = root.stat().st_dev
+    for base, _, _ in os.walk(directory):
+        if Path(base).stat().st_dev != device:
+            raise NotReadyError(
+                "K2-RDY-002",
+                "A part of the checkpoint's directory is another file system.",
+                where=f"{node}: {base}",
+                got=f"device {Path(base).stat().st_dev}",
+                expected=f"device {device}, as {root}",
+                hint=f"unmount what is mounted at {base}, then run the release again",
+            )
+
+
+def open_for_writing(directory: Path) -> None:
+    """Let the owner of a checkpoint's directory write there again."""
+    _set_modes(directory, 0o755)
+
+
+def close_for_writing(directory: Path) -> None:
+    """Let nobody make, replace or remove files of a checkpoint, its owner neither, until it is opened again.
+
+    Root may all the same where it has the capability; the node's Jobs and the engine have none.
+    """
+    _set_modes(directory, 0o555)
+
+
+def _set_modes(directory: Path, mode: int) -> None:
+    for base, _, _ in os.walk(directory):
+        if stat.S_IMODE(Path(base).lstat().st_mode) != mode:
+            Path(base).chmod(mode)
+
+
+def unlisted_files(directory: Path, lock: Lock) -> list[str]:
+    """Return the files that are not of the lock, our own (`.k2-...`) and a downloader's notes (`.cache`) left out."""
+    listed, found = {file.path for file in lock.files}, []
+    for base, directories, files in os.walk(directory):
+        if Path(base) == directory:
+            directories[:] = [name for name in directories if not _is_own(name) and name != _CACHE]
+            files = [name for name in files if not _is_own(name)]
+        found += [str(Path(base, name).relative_to(directory)) for name in files]
+    return sorted(path for path in found if path not in listed)
+
+
+def _is_own(name: str) -> bool:
+    return name.startswith(".k2-")
+
+
 def sweep_orphans(directory: Path) -> int:
     """Remove temps that dead stagers left and return their bytes. The caller holds the directory's lock."""
     partial, swept_bytes = directory / PARTIAL_DIR, 0
@@ -65,8 +120,8 @@ def read_stats(directory: Path, lock: Lock) -> dict[str, FileStat]:
     return {path: stat for path, stat in stats if stat is not None}
 
 
-def read_room(directory: Path) -> Room:
-    """Return what the disk of a directory has left."""
+def read_room(directory: Path, reclaimable_bytes: int = 0) -> Room:
+    """Return what the disk of a directory has left, and what of ours there gives way."""
     disk = os.statvfs(directory)
     # File systems that make inodes as needed report none at all.
-    return Room(disk.f_bavail * disk.f_frsize, disk.f_favail if disk.f_files else None)
+    return Room(disk.f_bavail * disk.f_frsize, disk.f_favail if disk.f_files else None, reclaimable_bytes)

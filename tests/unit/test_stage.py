@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import resource
 import signal
@@ -19,32 +18,25 @@ import pytest
 
 from tasks.core.errors import After, CapacityError, IntegrityError, K2Error, UnavailableError
 from tasks.core.lock import Lock
-from tasks.core.marker import MARKER_FILE, check_marker_against_lock, marker_from_data
+from tasks.core.marker import MARKER_FILE
 from tasks.node.program import Stop
 from tasks.node.sources import StoreSource
 from tasks.node.stage import Node, Stager
 from tasks.node.verified_file import PARTIAL_DIR
-from tests.fakes.checkpoints import contents, fill
-from tests.fakes.memory_store import MemoryStore
-
-NODE = Node("node-1", "uid-1")
-FILES = contents()
-SHARD = "model-2-of-4.safetensors"
-
-
-class FaultyStore(MemoryStore):
-    """Serves blobs through a function that may change them, once for each time a blob is opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.change: Callable[[str, int, Iterator[bytes]], Iterator[bytes]] = lambda key, nth, blocks: blocks
-        self.opened: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def open(self, key: str, offset: int = 0) -> Iterator[bytes]:
-        with self._lock:
-            self.opened[key] = nth = self.opened.get(key, 0) + 1
-        return self.change(key, nth, super().open(key, offset))
+from tests.fakes.checkpoints import fill
+from tests.fakes.staged_node import (
+    FILES,
+    NODE,
+    SHARD,
+    FaultyStore,
+    assert_nothing_unverified,
+    assert_staged,
+    blob_key,
+    flipped,
+    quarantined,
+    stage,
+    tree,
+)
 
 
 @pytest.fixture
@@ -57,46 +49,13 @@ def lock(store: FaultyStore) -> Lock:
     return fill(store, FILES)
 
 
-def blob_key(path: str = SHARD) -> str:
-    return "blobs/" + hashlib.sha256(FILES[path]).hexdigest()
-
-
-def flipped(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    for i, block in enumerate(blocks):
-        yield bytes([block[0] ^ 1]) + block[1:] if i == 1 else block
-
-
-def stage(store: Any, root: Path, lock: Lock, node: Node = NODE, stop: Stop | None = None, reserve: int = 0) -> Any:
-    return Stager(StoreSource(store), store, root, lock, node, reserve, stop or Stop()).stage(
-        threads=3, lock_wait_s=60.0
-    )
-
-
-def tree(root: Path, lock: Lock) -> dict[str, bytes]:
-    directory = root / lock.model_dir
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
-def assert_staged(root: Path, lock: Lock, files: dict[str, bytes] = FILES) -> None:
-    found = tree(root, lock)
-    marker = marker_from_data(json.loads(found.pop(MARKER_FILE)))
-    assert found == files
-    check_marker_against_lock(marker, lock, "node-1")
-
-
-def assert_nothing_unverified(root: Path, lock: Lock, files: dict[str, bytes] = FILES) -> None:
-    """No file with a final name holds anything but the bytes of the lock, and nobody says that all is well."""
-    found = tree(root, lock)
-    assert MARKER_FILE not in found
-    for path, data in found.items():
-        assert path.startswith(PARTIAL_DIR) or data == files[path], path
-
-
 def test_a_staged_node_has_every_file_and_a_marker(store: FaultyStore, lock: Lock, tmp_path: Path) -> None:
     outcome = stage(store, tmp_path, lock)
     assert_staged(tmp_path, lock)
     directory = tmp_path / lock.model_dir
     marker = (directory / MARKER_FILE).read_bytes()
+    worst = outcome.pop("worst")
+    assert outcome.pop("seconds") > 0
     assert outcome == {
         "node": "node-1",
         "lock_digest": lock.digest,
@@ -104,10 +63,16 @@ def test_a_staged_node_has_every_file_and_a_marker(store: FaultyStore, lock: Loc
         "files": len(FILES),
         "bytes_written": lock.total_bytes,
         "files_kept": 0,
+        "attempts": len(FILES),
+        "quarantined": 0,
+        "moved": [],
     }
+    assert {row["path"]: row["bytes"] for row in worst}.items() <= {p: len(d) for p, d in FILES.items()}.items()
+    assert {(row["attempts"], row["source"].startswith("store ")) for row in worst} == {(1, True)}
     assert store.objects[f"markers/node-1/{lock.digest}.json"] == marker
     assert {oct((directory / path).stat().st_mode & 0o777) for path in FILES} == {"0o444"}
-    assert oct((directory / "code").stat().st_mode & 0o777) == "0o755"
+    assert oct((directory / "code").stat().st_mode & 0o777) == "0o555"
+    assert oct(directory.stat().st_mode & 0o777) == "0o555"
     assert list((directory / PARTIAL_DIR).iterdir()) == []
 
 
@@ -118,7 +83,9 @@ def test_staging_twice_reads_and_writes_nothing(store: FaultyStore, lock: Lock, 
     second = stage(store, tmp_path, lock)
     assert store.opened == {}
     assert {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in before} == before
-    assert second == first | {"bytes_written": 0, "files_kept": len(FILES)}
+    assert second == first | {
+        "bytes_written": 0, "files_kept": len(FILES), "attempts": 0, "worst": [], "seconds": second["seconds"]
+    }  # fmt: skip
 
 
 def test_one_wrong_byte_on_the_way_is_fetched_again(store: FaultyStore, lock: Lock, tmp_path: Path) -> None:
@@ -186,6 +153,12 @@ def test_files_that_nobody_vouches_for_are_hashed_kept_or_replaced(
     assert_staged(tmp_path, lock)
     assert (directory / right).stat().st_ino == inode
     assert oct((directory / right).stat().st_mode & 0o777) == "0o444"
+    notes = {note["path"]: (note["reason"], data) for note, data in quarantined(tmp_path, lock)}
+    assert notes == {
+        wrong: ("wrong bytes", bytes([FILES[wrong][0] ^ 1]) + FILES[wrong][1:]),
+        short: (f"{len(FILES[short]) - 1} bytes instead of {len(FILES[short])}", FILES[short][:-1]),
+    }
+    assert outcome["quarantined"] == 2
     assert outcome["files_kept"] == 1
     assert outcome["bytes_written"] == lock.total_bytes - len(FILES[right])
 
