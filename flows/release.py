@@ -56,8 +56,7 @@ def _bring_up(order: Order, plan: dict[str, Any]) -> None:
     """Carry out the steps between the plan and the last gate, in order."""
     lock_digest = plan["lock_digest"]
     cluster.preflight(order, plan)
-    weights.pull(order, lock_digest)
-    staging.stage(order, plan)
+    staging.deliver(order, plan)
     cluster.rollout(order, plan)
     gates.warm(order, lock_digest)
     gates.smoke(order, lock_digest)

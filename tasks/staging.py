@@ -1,4 +1,4 @@
-"""Task `stage`."""
+"""Task `deliver`: the steps `pull` and `stage`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from prefect import task
 
 from tasks.order import Order, connect, subject
 from tasks.retrying import RETRIES, RETRY_DELAY_S, may_retry
-from tasks.steps.journal import recorded
-from tasks.steps.staging import stage_step
+from tasks.steps.delivery import deliver as deliver_weights
 
 
 @task(
-    name="stage", retries=RETRIES, retry_delay_seconds=RETRY_DELAY_S, retry_condition_fn=may_retry, persist_result=False
+    name="deliver",
+    retries=RETRIES,
+    retry_delay_seconds=RETRY_DELAY_S,
+    retry_condition_fn=may_retry,
+    persist_result=False,
 )
-def stage(order: Order, plan: dict[str, Any]) -> dict[str, Any]:
-    """Stage the weights on the plan's nodes and read every marker. Twice moves no byte the second time."""
+def deliver(order: Order, plan: dict[str, Any]) -> dict[str, Any]:
+    """Pull the weights and stage them on the plan's nodes, both at once; twice moves no byte the second time."""
     ports = connect(order)
-    what = subject(order, ports, plan["lock_digest"])
-    return recorded(ports, what.release.id, "stage", lambda: stage_step(ports, what, plan["nodes"], plan["spares"]))
+    return deliver_weights(ports, subject(order, ports, plan["lock_digest"]), plan["nodes"], plan["spares"])

@@ -156,6 +156,12 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         "See to the pods of the named webhook's service, then run the same command again; it resumes.",
     ),
     CatalogueEntry(
+        "K2-UNA-005",
+        ExitCode.UNAVAILABLE,
+        "A step was ended because the step that it works with has failed.",
+        "See to the error of the other step, then run the same command again; both resume.",
+    ),
+    CatalogueEntry(
         "K2-CAP-001",
         ExitCode.CAPACITY,
         "Not enough free nodes or GPUs for the release.",
@@ -214,6 +220,12 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         ExitCode.CONFLICT,
         "A rehearsal site is up already, where another was to start.",
         "Use it (`k2ctl status`) or end it: `k2ctl rehearse --stop`.",
+    ),
+    CatalogueEntry(
+        "K2-CON-008",
+        ExitCode.CONFLICT,
+        "The weights of another release are being staged on a node.",
+        "Wait for that release or end it: `kubectl -n k2 get lease k2-stage-NODE` and its Job name what is staged.",
     ),
     CatalogueEntry(
         "K2-RDY-001",

@@ -13,6 +13,11 @@ from tasks.core.lock import Lock
 from tasks.core.render import MODELS_DIR, Arguments, Object, Templates, words
 from tasks.core.spec import Site
 
+LOCK_LABEL = "k2-release.io/lock"
+"""On every worker Job: the first 12 hex digits of the lock that it is about."""
+WRITES_LABEL = "k2-release.io/writes"
+"""On Jobs that write weights to a node's disk (`weights`): one lock's at a time on each node."""
+
 _MAX_NAME = 63
 
 
@@ -54,22 +59,50 @@ def render_pull_jobs(lock: Lock, site: Site, templates: Templates, tool_image: s
             site,
             tool_image,
             {"lock-digest": lock.digest, "puller": puller, "of": of},
+            lock,
         )
         for puller in range(of)
     )
 
 
-def render_stage_job(lock: Lock, site: Site, templates: Templates, tool_image: str, node: str, node_uid: str) -> Object:
-    """Return the Job that stages the lock's files on one node."""
-    arguments: Arguments = {
+def render_stage_job(
+    lock: Lock,
+    site: Site,
+    templates: Templates,
+    tool_image: str,
+    node: str,
+    node_uid: str,
+    *,
+    serving: bool = False,
+    source_wait_s: float = 0.0,
+) -> Object:
+    """Return the Job that stages the lock's files on one node.
+
+    Args:
+        lock: what is staged.
+        site: where; its `staging` says what is done beside an engine that serves.
+        templates: of the engine.
+        tool_image: image of the node programs.
+        node: name of the node.
+        node_uid: uid of its Node object.
+        serving: whether GPUs of the node are in use.
+        source_wait_s: how long nothing new may come into the store that a pull fills meanwhile; 0 where it is full.
+    """
+    arguments: dict[str, str | int | float | bool] = {
         "root": MODELS_DIR,
         "lock-digest": lock.digest,
         "node": node,
         "node-uid": node_uid,
         "reserve-bytes": site.reserve_bytes,
+        # What a serving engine has in the page cache is not to be pushed out by what nobody reads yet.
+        "cache-mode": "drop" if serving else site.staging.cache_mode,
     }
+    if serving and site.staging.beside_engine_bytes_per_s:
+        arguments["limit-bytes-per-s"] = site.staging.beside_engine_bytes_per_s
+    if source_wait_s:
+        arguments["source-wait-s"] = source_wait_s
     name = stage_job_name(lock.digest, node)
-    return _on_node(_render_job(templates["stage-job"], name, site, tool_image, arguments), node, site)
+    return _on_node(_render_job(templates["stage-job"], name, site, tool_image, arguments, lock), node, site)
 
 
 def render_probe_job(lock: Lock, site: Site, templates: Templates, tool_image: str, node: str) -> Object:
@@ -82,19 +115,20 @@ def render_probe_job(lock: Lock, site: Site, templates: Templates, tool_image: s
         "node": node,
     }
     name = probe_job_name(lock.digest, node)
-    return _on_node(_render_job(templates["probe-job"], name, site, tool_image, arguments), node, site)
+    return _on_node(_render_job(templates["probe-job"], name, site, tool_image, arguments, lock), node, site)
 
 
 def render_verify_job(lock: Lock, site: Site, templates: Templates, tool_image: str, node: str) -> Object:
     """Return the Job that reads and compares every byte of the lock's files on one node."""
     arguments: Arguments = {"dir": f"{MODELS_DIR}/{lock.model_dir}", "lock-digest": lock.digest, "node": node}
     name = verify_job_name(lock.digest, node)
-    return _on_node(_render_job(templates["verify-job"], name, site, tool_image, arguments), node, site)
+    return _on_node(_render_job(templates["verify-job"], name, site, tool_image, arguments, lock), node, site)
 
 
-def _render_job(template: Object, name: str, site: Site, tool_image: str, arguments: Arguments) -> Object:
+def _render_job(template: Object, name: str, site: Site, tool_image: str, arguments: Arguments, lock: Lock) -> Object:
     obj = copy.deepcopy(template)
     obj["metadata"] |= {"name": name, "namespace": site.namespace}
+    obj["metadata"]["labels"] |= {LOCK_LABEL: lock.digest[:12]}
     container = at(obj, ("spec", "template", "spec"))["containers"][0]
     container["image"] = tool_image
     container["args"] = words(arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,21 +40,41 @@ class _Job:
     node: str
 
 
+Watch = Callable[[], None]
+
+
+def unwatched() -> None:
+    """Look at nothing."""
+
+
 def run_jobs(
-    ports: Ports, step: str, jobs: Sequence[dict[str, Any]], total_bytes: int, deadline_s: float
+    ports: Ports,
+    step: str,
+    jobs: Sequence[dict[str, Any]],
+    total_bytes: int,
+    deadline_s: float,
+    watch: Watch = unwatched,
 ) -> list[JobResult]:
     """Attach to the Jobs that still run, start the others, wait for all and return their results in order.
 
     A finished Job is history and proves nothing of the world now, so it is replaced: the programs that Jobs run look
     first and move only what is missing. Progress is read from the pods' last log lines, so it survives a re-attach.
 
+    Args:
+        ports: of the site.
+        step: what progress is shown under.
+        jobs: the rendered Jobs.
+        total_bytes: what they will have moved or read in all; 0 if they only look.
+        deadline_s: when they have to be done.
+        watch: called every half second while they run; what it raises ends the waiting, not the Jobs.
+
     Raises:
-        K2Error: what the first failed Job said of itself.
+        K2Error: what the first failed Job said of itself, or what `watch` raised.
         UnavailableError: a Job failed and left no message.
         NotReadyError: not all were done before the deadline (K2-RDY-001), or a node that a Job is pinned to is gone or
             not Ready (K2-RDY-002).
     """
-    results = follow_jobs(ports, step, jobs, total_bytes, deadline_s, stop_at_failure=True)
+    results = follow_jobs(ports, step, jobs, total_bytes, deadline_s, stop_at_failure=True, watch=watch)
     return [_raised(result) for result in results]
 
 
@@ -66,6 +86,7 @@ def follow_jobs(
     deadline_s: float,
     *,
     stop_at_failure: bool,
+    watch: Watch = unwatched,
 ) -> list[JobResult | K2Error]:
     """Do as `run_jobs` does, but return a failed Job's error in its place; the first one is raised where wanted.
 
@@ -91,7 +112,16 @@ def follow_jobs(
             shown.show(results, known_pods)
             if results.keys() == {job.name for job in running}:
                 return [results[job.name] for job in running]
+            watch()
             ports.clock.sleep(_POLL_S)
+
+
+def end_jobs(ports: Ports, jobs: Sequence[Mapping[str, Any]]) -> None:
+    """Delete those of the Jobs that have not ended: their programs are told to stop, and leave nothing half done."""
+    names = {job["metadata"]["name"] for job in jobs}
+    for job in ports.cluster.list_objects("Job"):
+        if job["metadata"]["name"] in names and not has_ended(job):
+            ports.cluster.delete("Job", job["metadata"]["name"], uid=job["metadata"]["uid"])
 
 
 class _Nodes:
@@ -153,7 +183,7 @@ def _outcomes(
     ports: Ports, waiting: Sequence[_Job], known: Sequence[Mapping[str, Any]]
 ) -> dict[str, JobResult | K2Error]:
     """Return how Jobs ended that look as if they had. A mirror may lag behind: what it hints at is read directly."""
-    running = {job["metadata"]["uid"] for job in known if not _ended(job)}
+    running = {job["metadata"]["uid"] for job in known if not has_ended(job)}
     hinted = [job for job in waiting if job.uid not in running]
     return {job.name: result for job in hinted if (result := _outcome(ports, job)) is not None}
 
@@ -169,7 +199,7 @@ def _attach_or_start(ports: Ports, jobs: Sequence[dict[str, Any]]) -> list[_Job]
     there = {job["metadata"]["name"]: job for job in ports.cluster.list_objects("Job")}
     for job in jobs:
         old = there.get(job["metadata"]["name"])
-        if old is not None and _ended(old):
+        if old is not None and has_ended(old):
             ports.cluster.delete("Job", old["metadata"]["name"], uid=old["metadata"]["uid"])
     return [_create(ports, job) for job in jobs]
 
@@ -179,8 +209,8 @@ def _create(ports: Ports, job: dict[str, Any]) -> _Job:
     name = job["metadata"]["name"]
     for _ in range(_GONE_TRIES):
         existing, created = ports.cluster.create(job)
-        if created or not (_ended(existing) or "deletionTimestamp" in existing["metadata"]):
-            return _Job(name, existing["metadata"]["uid"], _pinned_to(job))
+        if created or not (has_ended(existing) or "deletionTimestamp" in existing["metadata"]):
+            return _Job(name, existing["metadata"]["uid"], pinned_to(job))
         if "deletionTimestamp" not in existing["metadata"]:  # it has ended since the Jobs were listed
             ports.cluster.delete("Job", name, uid=existing["metadata"]["uid"])
         ports.clock.sleep(_POLL_S / 2)
@@ -193,7 +223,7 @@ def _create(ports: Ports, job: dict[str, Any]) -> _Job:
     )
 
 
-def _pinned_to(job: Mapping[str, Any]) -> str:
+def pinned_to(job: Mapping[str, Any]) -> str:
     """Return the one node that a Job's affinity allows, or an empty name."""
     found: Any = job.get("spec", {})
     for field in ("template", "spec", "affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution"):
@@ -203,7 +233,8 @@ def _pinned_to(job: Mapping[str, Any]) -> str:
     return str(names[0]) if len(names) == 1 else ""
 
 
-def _ended(job: Mapping[str, Any]) -> bool:
+def has_ended(job: Mapping[str, Any]) -> bool:
+    """Return whether a Job will do nothing any more."""
     return _condition(job, "Complete") or _condition(job, "Failed")
 
 

@@ -7,6 +7,7 @@ gateway need no API, and nothing could be written anyway. So a flow waits, and g
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -85,12 +86,15 @@ class PatientCluster:
         self._silent_since: float | None = None
         self._answered_at = -math.inf
         self._said: float | None = None
+        # Two steps may share it, each in its thread: a silence is counted and told once.
+        self._lock = threading.RLock()
 
     @property
     def silent_s(self) -> float:
         """Seconds in all in which the API did not answer, the present silence included."""
-        now = 0.0 if self._silent_since is None else self._clock.now() - self._silent_since
-        return self._silent_s + now
+        with self._lock:
+            now = 0.0 if self._silent_since is None else self._clock.now() - self._silent_since
+            return self._silent_s + now
 
     @property
     def impatient(self) -> Cluster:
@@ -195,6 +199,11 @@ class PatientCluster:
         Raises:
             UnavailableError: the patience for this silence is spent; it stays so until something answers.
         """
+        with self._lock:
+            self._count(error, began)
+        self._clock.sleep(_PAUSE_S)
+
+    def _count(self, error: K2Error, began: float) -> None:
         now = self._clock.now()
         if self._silent_since is None:
             known_s = float(error.details.get(SILENT_S, 0.0))  # a mirror has met the silence before its reader does
@@ -213,17 +222,17 @@ class PatientCluster:
         if now - self._said >= _SAY_EVERY_S if self._said is not None else silent_s >= _SAY_AFTER_S:
             self._said = now
             self._say(_waiting(error, silent_s, self._patience_s - silent_s))
-        self._clock.sleep(_PAUSE_S)
 
     def _answered(self) -> None:
         """Add a silence that ends now to all of them, and say that it has ended."""
-        if self._silent_since is not None:
-            silent_s = self._clock.now() - self._silent_since
-            self._silent_s += silent_s
-            self._silent_since = None
-            if self._said is not None:
-                self._say(f"Kubernetes API: answers again after {silent_s:.0f} s")
-        self._answered_at = self._clock.now()
+        with self._lock:
+            if self._silent_since is not None:
+                silent_s = self._clock.now() - self._silent_since
+                self._silent_s += silent_s
+                self._silent_since = None
+                if self._said is not None:
+                    self._say(f"Kubernetes API: answers again after {silent_s:.0f} s")
+            self._answered_at = self._clock.now()
 
 
 def _doubt_s(error: K2Error) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tasks.core.demand import demand_of
 from tasks.core.quota import check_quotas
@@ -27,10 +28,15 @@ def check_room(ports: Ports, subject: Subject, chosen: Sequence[str], staged: Se
     if not quotas:
         return 0
     lock, site, templates, tool = subject.lock, ports.site, ports.templates, subject.release.images.tool
+
+    def staging(nodes: Sequence[str]) -> list[dict[str, Any]]:
+        return [render_stage_job(lock, site, templates, tool, node, "") for node in nodes]
+
     jobs = {
         "preflight": [render_probe_job(lock, site, templates, tool, node) for node in chosen],
-        "pull": render_pull_jobs(lock, site, templates, tool),
-        "stage": [render_stage_job(lock, site, templates, tool, node, "") for node in staged],
+        # Both at the same time; spares come after.
+        "pull and stage": [*render_pull_jobs(lock, site, templates, tool), *staging(chosen)],
+        "stage spares": staging([node for node in staged if node not in chosen]),
     }
     serving = render_serving(subject.release, lock, site, templates)
     there = [obj for kind in _KINDS for obj in ports.cluster.list_objects(kind)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tasks.core.errors import IntegrityError, K2Error, NotReadyError
@@ -13,36 +14,61 @@ from tasks.core.marker import Marker, check_marker_against_lock, marker_from_dat
 from tasks.core.render import staged_label
 from tasks.core.units import format_bytes
 from tasks.core.worker_jobs import render_stage_job
+from tasks.steps.capacity import read_nodes
 from tasks.steps.context import Ports, Subject
-from tasks.steps.jobs import JobResult, follow_jobs, run_jobs
+from tasks.steps.jobs import JobResult, Watch, end_jobs, follow_jobs, run_jobs, unwatched
+from tasks.steps.node_holder import NodeHolder
+from tasks.steps.together import HaltedError
+from tasks.steps.weights import PULL_DEADLINE_S
 
+_TOLD = ("seconds", "attempts", "quarantined", "moved", "worst")
+"""What a stager's own row is taken over with, for whoever asks why a node was slow."""
 _STAGE_DEADLINE_S = 2 * 3600.0
 # For spares, which nobody waits for: so long at least, or twice what the chosen nodes took.
 _SPARE_DEADLINE_S = 600.0
+_SOURCE_WAIT_S = 3600.0
+"""How long a stager waits without a new file. The flow ends it when the pull fails: this is for when both have died."""
+_BUSY_WAIT_S = 3600.0
+"""How long another release may go on staging on a chosen node. A spare is not waited for."""
 
 
-def stage_step(ports: Ports, subject: Subject, nodes: Sequence[str], spares: Sequence[str]) -> dict[str, Any]:
+def stage_step(
+    ports: Ports,
+    subject: Subject,
+    nodes: Sequence[str],
+    spares: Sequence[str],
+    *,
+    beside_pull: bool = False,
+    watch: Watch = unwatched,
+) -> dict[str, Any]:
     """Stage the lock on the chosen nodes and on the spares, read all markers, and label the nodes.
 
     Every chosen node must be right or the step fails. A spare that fails is reported and left without label: it is
     staged so that the next release that only changes arguments moves no byte. One that is not done in its time is left
     to its Job, which goes on; the next release finds what it has done.
+
+    Args:
+        ports: of the site.
+        subject: the release.
+        nodes: the chosen ones.
+        spares: further ones.
+        beside_pull: whether the store is still being filled; the stagers wait for what is missing there.
+        watch: called while Jobs run; what it raises ends the step.
+
+    Raises:
+        IntegrityError: a node's bytes or marker are wrong; all chosen nodes lose their label.
+        ConflictError: another release is staging on a chosen node (K2-CON-008).
+        HaltedError: the pull has failed; the stagers are told to stop.
     """
-    uids = node_uids(ports, [*nodes, *spares])
-    jobs = [
-        render_stage_job(subject.lock, ports.site, ports.templates, subject.release.images.tool, node, uids[node])
-        for node in nodes
-    ]
-    total = subject.lock.total_bytes * len(jobs)
+    work = _Work(ports, subject, node_uids(ports, [*nodes, *spares]), nodes_in_use(ports))
     began = ports.clock.now()
     try:
-        results = run_jobs(ports, "stage", jobs, total, _STAGE_DEADLINE_S)
-        rows = [_barrier(ports, subject.lock, node, done.message) for node, done in zip(nodes, results, strict=True)]
+        rows = _stage_chosen(work, nodes, beside_pull, watch)
     except IntegrityError:
         _unlabel(ports, subject.lock, nodes)
         raise
     deadline_s = max(_SPARE_DEADLINE_S, 2 * (ports.clock.now() - began))
-    spare_rows = _stage_spares(ports, subject, spares, uids, deadline_s)
+    spare_rows = _stage_spares(work, spares, deadline_s)
     for row in [*rows, *(r for r in spare_rows if r["outcome"] == "verified")]:
         ports.cluster.merge_patch(
             "Node", row["node"], {"metadata": {"labels": {staged_label(subject.lock.digest): "true"}}}
@@ -54,21 +80,87 @@ def stage_step(ports: Ports, subject: Subject, nodes: Sequence[str], spares: Seq
         "bytes_written": written,
         "nodes": rows,
         "spares": spare_rows,
-        "note": f"{len(rows)} nodes verified, {len(spare_rows)} spares, {format_bytes(written)} written",
+        "note": _note(rows, spare_rows, written),
     }
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What is staged, the nodes' uids, and the names of those whose GPUs are in use."""
+
+    ports: Ports
+    subject: Subject
+    uids: Mapping[str, str]
+    in_use: frozenset[str]
+
+    def jobs(self, nodes: Sequence[str], source_wait_s: float = 0.0) -> list[dict[str, Any]]:
+        """Return the staging Job of each node."""
+        return [
+            render_stage_job(
+                self.subject.lock,
+                self.ports.site,
+                self.ports.templates,
+                self.subject.release.images.tool,
+                node,
+                self.uids[node],
+                serving=node in self.in_use,
+                source_wait_s=source_wait_s,
+            )
+            for node in nodes
+        ]
+
+
+def nodes_in_use(ports: Ports) -> frozenset[str]:
+    """Return the names of the nodes of the pool whose GPUs are in use now, by whomever."""
+    return frozenset(node.name for node in read_nodes(ports, "") if node.gpus_used)
+
+
+def _stage_chosen(work: _Work, nodes: Sequence[str], beside_pull: bool, watch: Watch) -> list[dict[str, Any]]:
+    """Stage the chosen nodes under their Leases and return the row of each, its marker read."""
+    ports, lock = work.ports, work.subject.lock
+    jobs = work.jobs(nodes, _SOURCE_WAIT_S if beside_pull else 0.0)
+    holder = NodeHolder(ports, work.subject)
+    deadline_s = _STAGE_DEADLINE_S + (PULL_DEADLINE_S if beside_pull else 0.0)
+
+    def look() -> None:
+        watch()
+        holder.keep()
+
+    try:
+        with holder.holding(nodes, _BUSY_WAIT_S, watch):
+            results = run_jobs(ports, "stage", jobs, lock.total_bytes * len(jobs), deadline_s, look)
+            return [_barrier(ports, lock, node, done.message) for node, done in zip(nodes, results, strict=True)]
+    except HaltedError as halted:
+        if halted.failed:  # nothing more will come
+            end_jobs(ports, jobs)
+        raise
+
+
+def _note(rows: Sequence[Mapping[str, Any]], spare_rows: Sequence[Mapping[str, Any]], written: int) -> str:
+    moved = sum(int(row.get("quarantined", 0)) for row in (*rows, *spare_rows))
+    return f"{len(rows)} nodes verified, {len(spare_rows)} spares, {format_bytes(written)} written" + (
+        f", {moved} wrong files in quarantine" if moved else ""
+    )
+
+
 def _publish(ports: Ports, lock: Lock, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Publish what each node has as a table that fits a screen; the ledger keeps the digests in full."""
-    shown = [
-        {
-            **row,
-            "bytes_written": format_bytes(row["bytes_written"]),
-            "marker_content_sha256": row["marker_content_sha256"][:12],
-        }
-        for row in rows
-    ]
-    ports.progress.table("staging", shown, f"Staging of {lock.digest[:12]}")
+    """Publish what each node has, and its worst file, as a table that fits a screen; the ledger keeps all of it."""
+    ports.progress.table("staging", [_shown(row) for row in rows], f"Staging of {lock.digest[:12]}")
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    worst = [f"{w['path']}: {w['seconds']} s, {w['attempts']} tries, {w['source']}" for w in row.get("worst") or ()]
+    return {
+        "node": row["node"],
+        "outcome": row["outcome"],
+        "files": row["files"],
+        "marker_content_sha256": row["marker_content_sha256"][:12],
+        "bytes_written": format_bytes(row["bytes_written"]),
+        "files_kept": row["files_kept"],
+        "seconds": row.get("seconds", ""),
+        "quarantined": row.get("quarantined", 0),
+        "worst": worst[0] if worst else "",
+    }
 
 
 def node_uids(ports: Ports, names: Sequence[str]) -> dict[str, str]:
@@ -100,6 +192,7 @@ def _barrier(ports: Ports, lock: Lock, node: str, message: Mapping[str, Any]) ->
         "marker_content_sha256": marker.content_digest,
         "bytes_written": int(message.get("bytes_written", 0)),
         "files_kept": int(message.get("files_kept", 0)),
+        **{key: message[key] for key in _TOLD if key in message},
     }
 
 
@@ -138,20 +231,27 @@ def parse_marker(data: bytes, node: str) -> Marker:
         raise IntegrityError("K2-INT-004", "A node's marker is not JSON.", where=node, expected="a marker") from error
 
 
-def _stage_spares(
-    ports: Ports, subject: Subject, spares: Sequence[str], uids: Mapping[str, str], deadline_s: float
-) -> list[dict[str, Any]]:
+def _stage_spares(work: _Work, spares: Sequence[str], deadline_s: float) -> list[dict[str, Any]]:
     """Stage the spares and return a row for each: one that fails is said so, and keeps no other from being used."""
-    jobs = [
-        render_stage_job(subject.lock, ports.site, ports.templates, subject.release.images.tool, node, uids[node])
-        for node in spares
-    ]
-    total = subject.lock.total_bytes * len(jobs)
+    ports, lock = work.ports, work.subject.lock
+    holder = NodeHolder(ports, work.subject, "stage spares")
+    results: dict[str, JobResult | K2Error] = {}
     try:
-        results = follow_jobs(ports, "stage spares", jobs, total, deadline_s, stop_at_failure=False)
+        for node in spares:
+            try:
+                holder.acquire([node], 0.0)
+            except K2Error as error:
+                results[node] = error
+        free = [node for node in spares if node not in results]
+        jobs, total = work.jobs(free), lock.total_bytes * len(free)
+        done = follow_jobs(ports, "stage spares", jobs, total, deadline_s, stop_at_failure=False, watch=holder.keep)
+        results.update(zip(free, done, strict=True))
     except K2Error as error:
-        results = [error for _ in spares]
-    return [_spare_row(ports, subject.lock, node, result) for node, result in zip(spares, results, strict=True)]
+        for node in spares:
+            results.setdefault(node, error)
+    finally:
+        holder.release()
+    return [_spare_row(ports, lock, node, results[node]) for node in spares]
 
 
 def _spare_row(ports: Ports, lock: Lock, node: str, result: JobResult | K2Error) -> dict[str, Any]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tasks.core.errors import UnavailableError
 from tasks.core.lock import Lock
+from tasks.core.render import ROLE_LABEL
 from tasks.core.units import format_bytes
 from tasks.core.worker_jobs import render_pull_jobs
 from tasks.ports import Store
 from tasks.steps.context import Ports, Subject
-from tasks.steps.jobs import run_jobs
+from tasks.steps.jobs import Watch, run_jobs, unwatched
+from tasks.steps.together import HaltedError
 
-_PULL_DEADLINE_S = 4 * 3600.0
+PULL_DEADLINE_S = 4 * 3600.0
 
 
 def blobs_present(store: Store, lock: Lock) -> dict[str, bool]:
@@ -24,8 +27,17 @@ def blobs_present(store: Store, lock: Lock) -> dict[str, bool]:
     }
 
 
-def pull_step(ports: Ports, subject: Subject) -> dict[str, Any]:
-    """Bring every file of the lock into the store, verified in the same pass; what is there already moves no byte."""
+def pull_step(
+    ports: Ports, subject: Subject, begun: Callable[[], None] = unwatched, watch: Watch = unwatched
+) -> dict[str, Any]:
+    """Bring every file of the lock into the store, verified in the same pass; what is there already moves no byte.
+
+    Args:
+        ports: of the site.
+        subject: the release.
+        begun: called once if something is missing, before the pullers start.
+        watch: called while they work; what it raises ends the step, and the pullers go on.
+    """
     lock = subject.lock
     present = blobs_present(ports.store, lock)
     missing = [file for file in lock.files if not present[file.sha256]]
@@ -33,7 +45,15 @@ def pull_step(ports: Ports, subject: Subject) -> dict[str, Any]:
         return {"outcome": "unchanged", "bytes_fetched": 0, "note": "every file is in the store already"}
     total = sum({file.sha256: file.size_bytes for file in missing}.values())
     jobs = render_pull_jobs(lock, ports.site, ports.templates, subject.release.images.tool)
-    results = run_jobs(ports, "pull", jobs, total, _PULL_DEADLINE_S)
+    begun()
+    try:
+        results = run_jobs(ports, "pull", jobs, total, PULL_DEADLINE_S, watch)
+    except HaltedError:
+        ports.progress.say(
+            "pull: its Jobs go on and the next run attaches to them; "
+            f"kubectl -n {ports.site.namespace} delete jobs -l {ROLE_LABEL}=pull ends them"
+        )
+        raise
     absent = [sha for sha, there in blobs_present(ports.store, lock).items() if not there]
     if absent:
         raise UnavailableError(

@@ -9,6 +9,7 @@ from tasks.core.spec import Release
 from tasks.steps.acceptance import lock_step
 from tasks.steps.capacity import plan_step, preflight_step
 from tasks.steps.context import Ports, Subject
+from tasks.steps.delivery import deliver
 from tasks.steps.documents import get_lock
 from tasks.steps.gating import (
     rejudge_smoke_step,
@@ -23,8 +24,6 @@ from tasks.steps.journal import recorded
 from tasks.steps.promotion import approve_step, promote_step, receipt_step, retire_step
 from tasks.steps.rollout import rollout_step
 from tasks.steps.shifting import shift_step
-from tasks.steps.staging import stage_step
-from tasks.steps.weights import pull_step
 
 Data = dict[str, Any]
 
@@ -45,8 +44,7 @@ def bring_up(ports: Ports, what: Release) -> Subject:
         step("throughput", lambda: reused(ports, subject, "throughput") or rejudge_throughput_step(ports, subject))
         return subject
     step("preflight", lambda: preflight_step(ports, subject, plan["nodes"]))
-    step("pull", lambda: pull_step(ports, subject))
-    step("stage", lambda: stage_step(ports, subject, plan["nodes"], plan["spares"]))
+    deliver(ports, subject, plan["nodes"], plan["spares"])
     step("rollout", lambda: rollout_step(ports, subject, plan["nodes"]))
     step("warm", lambda: warm_step(ports, subject))
     step("smoke", lambda: reused(ports, subject, "smoke") or smoke_step(ports, subject))

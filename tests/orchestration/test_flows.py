@@ -104,9 +104,9 @@ def test_a_failed_step_leaves_an_end_with_its_error_and_the_next_run_goes_on(wor
 
 
 def test_a_cause_that_may_go_away_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks import weights
+    from tasks import staging
 
-    monkeypatch.setattr(weights.pull, "retry_delay_seconds", 0.1)
+    monkeypatch.setattr(staging.deliver, "retry_delay_seconds", 0.1)
     real, failures = world.store.list_objects, [UnavailableError("K2-UNA-001", "No.", retry=After(0.1))]
 
     def flaky(prefix: str) -> Any:

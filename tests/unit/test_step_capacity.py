@@ -279,8 +279,8 @@ def limit(world, **hard):
 
 @pytest.mark.parametrize(
     ("resource", "needed"),
-    # Probe Jobs on 3 nodes, 2 pullers, staging on all 6 nodes of the pool; then 3 engines and a router.
-    [("requests.nvidia.com/gpu", 24), ("count/jobs.batch", 3 + 2 + 6), ("pods", 6), ("count/pods", 11 + 4)],
+    # Probe Jobs on 3 nodes, 2 pullers beside staging on these 3, staging on 3 spares; then 3 engines and a router.
+    [("requests.nvidia.com/gpu", 24), ("count/jobs.batch", 3 + 2 + 6), ("pods", 2 + 3), ("count/pods", 11 + 4)],
 )
 def test_a_set_that_no_quota_has_room_for_stops_before_anything_is_made(resource, needed):
     world, subject = prepared()

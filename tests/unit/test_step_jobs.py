@@ -8,7 +8,7 @@ import pytest
 from tasks.core.errors import After, IntegrityError, K2Error, NotReadyError, UnavailableError
 from tasks.core.worker_jobs import render_pull_jobs, render_stage_job
 from tasks.steps.job_obstacles import JobObstacles
-from tasks.steps.jobs import _pinned_to, follow_jobs, run_jobs
+from tasks.steps.jobs import follow_jobs, pinned_to, run_jobs
 from tasks.steps.patience import PatientCluster
 from tests.fakes.kube_messages import FAILED_CREATE
 from tests.fakes.small_world import TEMPLATES, World, release
@@ -75,8 +75,8 @@ def test_the_node_of_a_rendered_job_is_known():
     world = World()
     subject = world.subject(release())
     rendered = render_stage_job(subject.lock, world.site, TEMPLATES, "tool", "node-3", "uid")
-    assert _pinned_to(rendered) == "node-3"
-    assert _pinned_to(render_pull_jobs(subject.lock, world.site, TEMPLATES, "tool")[0]) == ""
+    assert pinned_to(rendered) == "node-3"
+    assert pinned_to(render_pull_jobs(subject.lock, world.site, TEMPLATES, "tool")[0]) == ""
 
 
 @pytest.mark.parametrize("status", ["False", "Unknown", "gone"])
