@@ -266,7 +266,7 @@ def test_a_disk_that_fills_up_in_the_middle(
     store: FaultyStore, lock: Lock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Somebody else takes the room after it was checked.
-    monkeypatch.setattr("tasks.node.stage.check_room", lambda *_: None)
+    monkeypatch.setattr("tasks.node.stager.check_room", lambda *_: None)
     root = tmp_path / "models"
     root.mkdir()
     with full_disk(root, 800_000):
