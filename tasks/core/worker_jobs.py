@@ -109,8 +109,7 @@ def render_probe_job(lock: Lock, site: Site, templates: Templates, tool_image: s
     """Return the Job that looks at one node's disk before anything moves."""
     arguments: Arguments = {
         "root": MODELS_DIR,
-        "model-dir": lock.model_dir,
-        "total-bytes": lock.total_bytes,
+        "lock-digest": lock.digest,
         "reserve-bytes": site.reserve_bytes,
         "node": node,
     }

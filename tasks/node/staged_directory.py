@@ -114,6 +114,12 @@ def sweep_orphans(directory: Path) -> int:
     return swept_bytes
 
 
+def orphans_bytes(directory: Path) -> int:
+    """Return the bytes of the temps in a checkpoint's directory: swept by the next stager, or files soon."""
+    partial = directory / PARTIAL_DIR
+    return sum(temp.lstat().st_size for temp in partial.iterdir()) if partial.is_dir() else 0
+
+
 def read_stats(directory: Path, lock: Lock) -> dict[str, FileStat]:
     """Return the stats of the lock's files that stand in a directory, by path."""
     stats = ((file.path, file_stat(directory, file.path)) for file in lock.files)

@@ -199,7 +199,7 @@ def preflight_step(ports: Ports, subject: Subject, nodes: Sequence[str]) -> dict
     for obj in objects:
         ports.cluster.apply(obj, dry_run=True)
     rows = _probe_disks(ports, subject, nodes)
-    shown = [{**row, **{key: format_bytes(row[key]) for key in ("free_bytes", "needed_bytes")}} for row in rows]
+    shown = [{**row, **{key: format_bytes(row[key]) for key in row if key.endswith("_bytes")}} for row in rows]
     ports.progress.table("preflight", shown, f"Preflight of {subject.release.id}")
     return {
         "nodes": rows,
@@ -237,12 +237,19 @@ def _probe_disks(ports: Ports, subject: Subject, nodes: Sequence[str]) -> list[d
         render_probe_job(subject.lock, ports.site, ports.templates, subject.release.images.tool, node) for node in nodes
     ]
     results = run_jobs(ports, "preflight", jobs, 0, _PROBE_DEADLINE_S)
+    for node, result in zip(nodes, results, strict=True):
+        if note := result.message.get("note"):
+            kind = result.message.get("file_system") or "an unknown file system"
+            ports.progress.say(f"preflight: weights of {node} lie on {kind}: {note}")
     return [
         {
             "node": node,
             "free_bytes": int(r.message["free_bytes"]),
             "needed_bytes": int(r.message["needed_bytes"]),
             "free_inodes": int(r.message["free_inodes"]),
+            "reclaimable_bytes": int(r.message.get("reclaimable_bytes", 0)),
+            "trash_bytes": int(r.message.get("trash_bytes", 0)),
+            "file_system": str(r.message.get("file_system", "")),
         }
         for node, r in zip(nodes, results, strict=True)
     ]
