@@ -99,6 +99,7 @@ class Stager:
         self._source_wait_s = source_wait_s
         self._directory = root / lock.model_dir
         self._quarantine = Quarantine(self._directory)
+        self._emptied = 0
         self._moved: list[dict[str, str]] = []
 
     def stage(self, threads: int, lock_wait_s: float) -> dict[str, Any]:
@@ -179,6 +180,7 @@ class Stager:
 
     def _empty_quarantine(self) -> int:
         if freed_bytes := self._quarantine.sweep(keep=0):
+            self._emptied += 1
             say(f"{self._node.name}: {format_bytes(freed_bytes)} of the quarantine give way to the weights")
         return freed_bytes
 
@@ -234,7 +236,7 @@ class Stager:
 
     def _fetch(self, progress: ProgressLines, file: LockedFile, stop: Stop, wrong: list[str]) -> StagedFile:
         while True:
-            written = _Counted(progress, stop)
+            written, emptied = _Counted(progress, stop), self._emptied
             blocks = _stoppable(self._source.open(file), stop)
             try:
                 with contextlib.closing(blocks):
@@ -243,8 +245,8 @@ class Stager:
                 raise
             except K2Error as error:
                 written.take_back()
-                if isinstance(error, CapacityError) and self._empty_quarantine():
-                    continue
+                if isinstance(error, CapacityError) and (self._empty_quarantine() or self._emptied > emptied):
+                    continue  # there is room now; another thread may have made it
                 if isinstance(error, IntegrityError):
                     wrong.append(error.got)
                 raise self._named(error, file, wrong) from error
