@@ -68,7 +68,8 @@ def stop_kept(args: Namespace) -> int:
     stopped = stop_recorded(directory) if args.dir or directory.is_dir() else ()
     if directory == kept:
         note.unlink()
-    say(f"stopped {len(stopped)} processes; its files may be deleted: rm -rf {directory}")
+    # Staged weights are closed for writing, for their owner too.
+    say(f"stopped {len(stopped)} processes; its files may be deleted: chmod -R u+w {directory}; rm -rf {directory}")
     _document(args, "stopped", len(stopped), str(directory))
     return ExitCode.DONE
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import sys
@@ -366,4 +367,6 @@ def prepare(report: Report) -> SitePrograms:
 def remove(directory: Path) -> None:
     """Delete a site's directory; only one that has a site's state file."""
     if (directory / "state.json").exists():
+        for base, _, _ in os.walk(directory):
+            Path(base).chmod(0o700)  # staged weights are closed for writing, for their owner too
         shutil.rmtree(directory, ignore_errors=True)

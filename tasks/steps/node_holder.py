@@ -162,6 +162,13 @@ class NodeHolder:
             )
 
     def _busy(self, node: str, who: str, waited_s: float) -> ConflictError:
+        namespace = self._ports.site.namespace
+        hint = (
+            f"wait for it, or, if nobody follows that release any more: kubectl -n {namespace} delete {who.split()[0]}"
+            f" {who.split()[1]}"
+            if who.startswith("Job ")
+            else f"wait for it or end it: kubectl -n {namespace} get lease {node_lease_name(node)} -o yaml names it"
+        )
         return ConflictError(
             "K2-CON-008",
             "The weights of another release are being staged on a node"
@@ -169,4 +176,5 @@ class NodeHolder:
             where=node,
             got=who,
             expected=f"lock {self._lock_digest[:12]}, or nobody",
+            hint=hint,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from infra.rehearsal.processes import Supervisor
 from tasks.adapters.store import S3Store, StoreCredentials
 from tasks.core.lock import Lock, LockedFile, classify, make_lock
 from tasks.core.marker import MARKER_FILE
+from tasks.node.directory_lock import LOCKS_DIR
 from tasks.node.verified_file import PARTIAL_DIR
 from tests.contract.slow_relay import relayed
 
@@ -263,6 +265,7 @@ def test_staging_twice_at_once_and_again(site: Site, tmp_path: Path) -> None:
     assert site.store.get(f"markers/node-1/{site.lock.digest}.json")[0] == marker
     code, message, _ = stage(site, root).end()
     assert code == 0
+    assert message.pop("seconds") > 0
     assert message == {
         "node": "node-1",
         "lock_digest": site.lock.digest,
@@ -270,6 +273,10 @@ def test_staging_twice_at_once_and_again(site: Site, tmp_path: Path) -> None:
         "files": 3,
         "bytes_written": 0,
         "files_kept": 3,
+        "attempts": 0,
+        "quarantined": 0,
+        "moved": [],
+        "worst": [],
     }
 
 
@@ -294,6 +301,86 @@ def test_a_stager_ended_in_a_file_leaves_nothing_unverified(site: Site, tmp_path
     found = tree(root, site)
     assert found.pop(MARKER_FILE)
     assert found == site.files
+
+
+def test_a_stager_beside_a_pull_takes_each_file_when_it_is_there(site: Site, tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    with slowed(site, "HF_ENDPOINT", 3 * PART) as slow:
+        stager = stage(site, root, "--source-wait-s", "60")
+        stager.log = tmp_path / "stage-termination"  # the pull has its own
+        puller = pull(slow)
+        small = root / site.lock.model_dir / "model-2-of-2.safetensors"
+        stager.wait_until(small.exists)
+        assert puller.process.poll() is None  # the largest file is still on its way
+        assert site.store.head(blob(site)) is None
+        puller.kill()
+        puller.process.wait(30)
+    assert not (root / site.lock.model_dir / MARKER_FILE).exists()
+    assert pull(site).end()[0] == 0
+    assert stager.end()[0] == 0
+    found = tree(root, site)
+    assert found.pop(MARKER_FILE)
+    assert found == site.files
+
+
+def test_a_stager_whose_pull_has_died_gives_up_and_names_the_file(site: Site, tmp_path: Path) -> None:
+    fill(site)
+    for path in site.files:
+        site.store.put(blob(site, path) + ".ok", b"{}")
+    site.store.delete(blob(site) + ".ok")
+    code, message, _ = stage(site, tmp_path / "models", "--source-wait-s", "0.5").end()
+    assert (code, message["code"], message["where"]) == (11, "K2-UNA-001", f"node-1: {BIG}")
+    assert message["expected"] == f"{blob(site)} and its .ok"
+    assert MARKER_FILE not in tree(tmp_path / "models", site)
+
+
+@contextmanager
+def in_phase(site: Site, root: Path, phase: str) -> Iterator[Program]:
+    """Start a stager and yield it when it is in the middle of a phase."""
+    directory = root / site.lock.model_dir
+    locks = root / LOCKS_DIR
+    root.mkdir()
+    if phase == "waiting for another stager":
+        locks.mkdir()
+        with (locks / "node.lock").open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            program = stage(site, root)
+            time.sleep(1.0)  # there is nothing to see of a program that waits
+            yield program
+        return
+    if phase == "waiting for a file":
+        for path in site.files:
+            site.store.put(blob(site, path) + ".ok", b"{}")
+        site.store.delete(blob(site) + ".ok")
+        program = stage(site, root, "--source-wait-s", "60")
+        program.wait_until((directory / "model-2-of-2.safetensors").exists)
+    elif phase == "hashing":
+        (directory).mkdir(parents=True)
+        (directory / BIG).write_bytes(site.files[BIG])
+        program = stage(site, root, "--limit-bytes-per-s", "2000000")
+        program.wait_until((locks / f"{site.lock.revision[:12]}.lock").exists)
+        time.sleep(0.7)
+    else:
+        program = stage(site, root, "--limit-bytes-per-s", "2000000")
+        program.wait_until(lambda: largest_bytes(directory / PARTIAL_DIR) > 300_000)
+    yield program
+
+
+@pytest.mark.parametrize("phase", ["waiting for another stager", "waiting for a file", "hashing", "writing slowly"])
+def test_a_stager_that_is_told_to_stop_leaves_no_litter(site: Site, tmp_path: Path, phase: str) -> None:
+    fill(site)
+    root = tmp_path / "models"
+    with in_phase(site, root, phase) as program:
+        assert program.process.poll() is None
+        program.kill(signal.SIGTERM)
+        began = time.monotonic()
+        code, message, _ = program.end()
+    assert time.monotonic() - began < 20  # the Job's own grace period
+    assert (code, message["code"]) == (11, "K2-UNA-001")
+    assert "Stopped by a signal" in message["summary"]
+    found = [path for path in root.rglob("*") if path.is_file() and LOCKS_DIR not in path.parts]
+    assert [path for path in found if path.read_bytes() != site.files.get(path.name)] == []
+    assert stage(site, root).end()[0] == 0
 
 
 def test_a_wrong_blob_in_the_store_ends_the_stager(site: Site, tmp_path: Path) -> None:
@@ -327,7 +414,7 @@ def test_a_changed_byte_is_named_by_the_verification(site: Site, tmp_path: Path)
     assert message["expected"] == blob(site)[6:]
 
 
-@pytest.mark.parametrize("name", ["pull", "stage", "verify_files", "marker_check"])
+@pytest.mark.parametrize("name", ["pull", "stage", "probe", "verify_files", "marker_check"])
 def test_help_teaches(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"tasks.node.{name}", "--help"], capture_output=True, text=True, timeout=60, check=True

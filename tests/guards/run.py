@@ -138,6 +138,68 @@ GUARDS = (
         ("tests/unit/test_attestation.py::test_the_statement_of_another_revision_with_the_same_files_is_refused",),
     ),
     Guard(
+        "I1",
+        "a blob of a pull that still runs counts only with the puller's word for it",
+        "tasks/node/arrivals.py",
+        """            if f"blobs/{file.sha256}.ok" in sizes and sizes""",
+        """            if sizes""",
+        ("tests/unit/test_arrivals.py::test_a_blob_without_the_pullers_word_or_with_another_size_is_not_taken",),
+    ),
+    Guard(
+        "I1",
+        "a wrong file that is found does not keep its name",
+        "tasks/node/stager.py",
+        """            self._quarantined(file.path, f"sha256 {sha256}", "wrong bytes", sha256, file.sha256)\n""",
+        "",
+        ("tests/unit/test_stage_disk.py::test_no_wrong_file_stands_under_its_name_while_its_replacement_is_fetched",),
+    ),
+    Guard(
+        "I1",
+        "a staged directory is closed for writing",
+        "tasks/node/stager.py",
+        "        close_for_writing(self._directory)\n",
+        "",
+        ("tests/unit/test_stage_disk.py::test_a_staged_directory_is_closed_and_opened_again_for_whoever_stages",),
+    ),
+    Guard(
+        "I1",
+        "stagers of two locks take turns on a node",
+        "tasks/node/stager.py",
+        "                directory_lock.hold_node(self._root, self._lock.digest, lock_wait_s, self._stop),\n",
+        "",
+        (
+            "tests/unit/test_stage_disk.py"
+            "::test_stagers_of_two_locks_take_turns_so_that_each_sees_what_the_other_has_left",
+        ),
+    ),
+    Guard(
+        "I1",
+        "flows of two locks do not start Jobs on one node at the same time",
+        "tasks/steps/staging.py",
+        "        with holder.holding(nodes, _BUSY_WAIT_S, watch):\n",
+        "        if True:\n",
+        (
+            "tests/unit/test_node_holder.py"
+            "::test_two_locks_that_come_at_once_never_have_jobs_on_a_node_at_the_same_time",
+        ),
+    ),
+    Guard(
+        "I1",
+        "the Job of a flow that died keeps another lock out",
+        "tasks/steps/node_holder.py",
+        " or (who := self._writer(node)):",
+        ":",
+        ("tests/unit/test_node_holder.py::test_a_flow_that_died_leaves_its_job_at_work_and_that_is_waited_for",),
+    ),
+    Guard(
+        "I5",
+        "a pull that fails ends the stagers that wait for it",
+        "tasks/steps/staging.py",
+        "            end_jobs(ports, jobs)\n",
+        "            pass\n",
+        ("tests/unit/test_delivery.py::test_a_pull_that_fails_ends_the_stagers_and_is_what_is_told",),
+    ),
+    Guard(
         "I2",
         "every marker is read before a group is created",
         "tasks/steps/rollout.py",

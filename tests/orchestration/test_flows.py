@@ -12,7 +12,14 @@ from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterKey,
+    FlowRunFilter,
+    FlowRunFilterId,
+    LogFilter,
+    LogFilterFlowRunId,
+)
 
 from flows.console import releasing
 from flows.promote import promote
@@ -249,6 +256,22 @@ def what_prefect_knows(run_id: str) -> str:
         tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run])))
         known = [client.read_flow_run(run), *tasks, *lines]
     return "\n".join(one.model_dump_json() for one in known)
+
+
+def test_what_is_staged_beside_the_pull_is_in_the_runs_log_and_its_table_belongs_to_the_run(world: World) -> None:
+    release_flow(OLD.id)
+    steps = states(world.store, OLD.id)
+    assert steps["stage"].began_at >= steps["pull"].began_at
+    run = last_end(world, OLD.id).run
+    began = time.monotonic()
+    while "stage: done" not in (said := what_prefect_knows(run)):
+        assert time.monotonic() - began < 20, said[-2000:]
+        time.sleep(0.2)
+    assert "pull: done" in said
+    assert "stage: started" in said
+    with get_client(sync_client=True) as client:
+        tables = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["k2-staging"])))
+    assert run in {str(table.flow_run_id) for table in tables}
 
 
 def test_a_flow_in_this_process_that_is_told_to_end_says_how_to_go_on(

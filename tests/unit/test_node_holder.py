@@ -131,6 +131,15 @@ def test_a_flow_that_died_leaves_its_job_at_work_and_that_is_waited_for(world):
     assert f"Job k2-stage-{world.lock.digest[:8]}-node-1 of lock {world.lock.digest[:12]}" in told[0]
 
 
+def test_a_job_that_nobody_follows_any_more_is_named_with_the_command_that_ends_it(world):
+    made = render_stage_job(world.lock, world.site, world.ports().templates, "tool", "node-1", "uid")
+    world.cluster.create(made)
+    world._complete = lambda lock: False
+    with pytest.raises(ConflictError) as caught:
+        NodeHolder(world.ports("run-2"), other(world)).acquire(["node-1"], 10.0)
+    assert caught.value.hint.endswith(f"kubectl -n k2 delete Job {made['metadata']['name']}")
+
+
 def test_a_lease_that_nobody_renews_is_taken_over_when_it_was_seen_so_for_its_whole_time(world):
     holder(world).acquire(["node-1"], 0.0)
     began = world.clock.at

@@ -1,12 +1,14 @@
 """Step stage: every chosen node's marker is read and right, or no node is labelled (I2); a death changes nothing."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from tasks.core.errors import CapacityError, IntegrityError, K2Error, NotReadyError
 from tasks.core.marker import marker_from_data
 from tasks.core.render import staged_label
+from tasks.core.spec import Staging
 from tasks.steps.acceptance import lock_step
 from tasks.steps.staging import require_markers, stage_step
 from tasks.steps.weights import pull_step
@@ -217,6 +219,52 @@ def test_a_death_at_any_call_and_a_second_run_give_the_same_end():
         except K2Error as error:
             pytest.fail(f"after a death at call {at}: {error}")
         assert staged.end_state() == expected, f"after a death at call {at}"
+
+
+def engine_on(staged, node):
+    """Somebody's pod that uses a GPU of a node."""
+    container = {"name": "engine", "resources": {"limits": {"nvidia.com/gpu": "1"}}}
+    spec = {"nodeName": node, "containers": [container]}
+    staged.world.cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"on-{node}"}, "spec": spec})
+
+
+def arguments(staged, node):
+    job = staged.world.cluster.objects["Job", f"k2-stage-{staged.lock.digest[:8]}-{node}"]
+    words = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize("mode", ["keep", "drop"])
+def test_a_node_whose_gpus_are_in_use_is_staged_slowly_and_beside_its_page_cache(mode):
+    staged = Staged()
+    staged.world.site = replace(staged.world.site, staging=Staging(cache_mode=mode, beside_engine_bytes_per_s=7))
+    for node in ("node-2", "node-3"):
+        engine_on(staged, node)
+    staged.stage()
+    found = {node: arguments(staged, node) for node in (*CHOSEN, *SPARES)}
+    assert [found[node]["--cache-mode"] for node in found] == [mode, "drop", "drop"]
+    assert [found[node].get("--limit-bytes-per-s") for node in found] == [None, "7", "7"]
+
+
+def test_without_a_rate_in_the_site_file_there_is_no_limit():
+    staged = Staged()
+    engine_on(staged, "node-1")
+    staged.stage()
+    assert "--limit-bytes-per-s" not in arguments(staged, "node-1")
+    assert arguments(staged, "node-1")["--cache-mode"] == "drop"
+
+
+def test_what_a_stager_says_of_its_work_is_recorded_and_its_worst_file_shown():
+    staged = Staged()
+    honest = staged.world._program
+    worst = {"path": "model-1", "bytes": 9, "seconds": 4.5, "attempts": 2, "source": "store s"}
+    told = {"seconds": 7.5, "attempts": 6, "quarantined": 1, "moved": [{"path": "x", "got": "y"}], "worst": [worst]}
+    staged.world._program = lambda module, options: {**honest(module, options), **told}
+    data = staged.stage()
+    assert [{key: row[key] for key in told} for row in data["nodes"]] == [told, told]
+    assert data["note"].endswith(", 3 wrong files in quarantine")
+    shown = staged.world.progress.tables["staging"][0]
+    assert (shown["worst"], shown["seconds"]) == ("model-1: 4.5 s, 2 tries, store s", 7.5)
 
 
 def test_the_flow_never_reads_a_blob():
