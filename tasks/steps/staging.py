@@ -22,7 +22,7 @@ from tasks.steps.together import HaltedError
 from tasks.steps.weights import PULL_DEADLINE_S
 
 _TOLD = ("seconds", "attempts", "quarantined", "moved", "worst")
-"""What a stager's own row is taken over with, for whoever asks why a node was slow."""
+"""What a stager says of its work: for whoever asks why a node was slow, and no evidence of anything."""
 _STAGE_DEADLINE_S = 2 * 3600.0
 # For spares, which nobody waits for: so long at least, or twice what the chosen nodes took.
 _SPARE_DEADLINE_S = 600.0
@@ -73,13 +73,15 @@ def stage_step(
         ports.cluster.merge_patch(
             "Node", row["node"], {"metadata": {"labels": {staged_label(subject.lock.digest): "true"}}}
         )
-    _publish(ports, subject.lock, [*rows, *spare_rows])
-    written = sum(int(row["bytes_written"]) for row in [*rows, *spare_rows])
+    everything = [*rows, *spare_rows]
+    _publish(ports, subject.lock, everything)
+    written = sum(int(row["bytes_written"]) for row in everything)
     return {
         "outcome": "done" if written else "unchanged",
         "bytes_written": written,
-        "nodes": rows,
-        "spares": spare_rows,
+        "nodes": [_evidence(row) for row in rows],
+        "spares": [_evidence(row) for row in spare_rows],
+        "work": [{"node": row["node"], **_told(row)} for row in everything if _told(row)],
         "note": _note(rows, spare_rows, written),
     }
 
@@ -148,6 +150,15 @@ def _publish(ports: Ports, lock: Lock, rows: Sequence[Mapping[str, Any]]) -> Non
     ports.progress.table("staging", [_shown(row) for row in rows], f"Staging of {lock.digest[:12]}")
 
 
+def _told(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: row[key] for key in _TOLD if key in row}
+
+
+def _evidence(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a row that a receipt carries."""
+    return {key: value for key, value in row.items() if key not in _TOLD}
+
+
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     worst = [f"{w['path']}: {w['seconds']} s, {w['attempts']} tries, {w['source']}" for w in row.get("worst") or ()]
     return {
@@ -192,7 +203,7 @@ def _barrier(ports: Ports, lock: Lock, node: str, message: Mapping[str, Any]) ->
         "marker_content_sha256": marker.content_digest,
         "bytes_written": int(message.get("bytes_written", 0)),
         "files_kept": int(message.get("files_kept", 0)),
-        **{key: message[key] for key in _TOLD if key in message},
+        **_told(message),
     }
 
 

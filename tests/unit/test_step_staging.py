@@ -261,7 +261,8 @@ def test_what_a_stager_says_of_its_work_is_recorded_and_its_worst_file_shown():
     told = {"seconds": 7.5, "attempts": 6, "quarantined": 1, "moved": [{"path": "x", "got": "y"}], "worst": [worst]}
     staged.world._program = lambda module, options: {**honest(module, options), **told}
     data = staged.stage()
-    assert [{key: row[key] for key in told} for row in data["nodes"]] == [told, told]
+    assert data["work"] == [{"node": node, **told} for node in (*CHOSEN, *SPARES)]
+    assert not [row for row in data["nodes"] + data["spares"] if "worst" in row]  # a receipt carries evidence only
     assert data["note"].endswith(", 3 wrong files in quarantine")
     shown = staged.world.progress.tables["staging"][0]
     assert (shown["worst"], shown["seconds"]) == ("model-1: 4.5 s, 2 tries, store s", 7.5)
