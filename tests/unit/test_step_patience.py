@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -376,3 +377,23 @@ def test_a_lease_is_taken_when_an_outage_is_over():
     flaky.away_until = world.clock.now() + 120
     TrafficHolder(ports).acquire(30)
     assert read_lease(world.cluster.get("Lease", LEASE)).holder == "run-1"
+
+
+def test_two_steps_that_wait_for_the_same_silence_count_and_tell_it_once() -> None:
+    it = It()
+    it.away(40)
+    began, both = it.clock.at, threading.Barrier(2)
+
+    def ask() -> None:
+        both.wait(20)
+        for _ in range(20):
+            it.cluster.get("ConfigMap", "a")
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert 40 <= it.cluster.silent_s <= it.clock.at - began
+    assert len([line for line in it.said if "answers again" in line]) == 1
