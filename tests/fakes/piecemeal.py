@@ -11,8 +11,8 @@ from typing import Any
 from tasks.core.errors import K2Error
 from tasks.core.lock import Lock, lock_from_data
 from tasks.ports import Object
+from tasks.steps.acceptance import lock_step
 from tasks.steps.context import Subject
-from tasks.steps.weights import lock_step
 from tests.fakes.checkpoints import REPO, REVISION
 from tests.fakes.small_world import World, release
 
