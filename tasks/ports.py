@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from tasks.core.errors import UnavailableError
 from tasks.core.lock import LockedFile
 from tasks.core.permissions import Right
 from tasks.core.samples import Answer, LoadSample
@@ -56,11 +57,17 @@ class Hub(Protocol):
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object's identity in the store."""
+    """An object's identity in the store.
+
+    `sha256` is what the store itself has computed over the bytes that it holds; of an object made out of parts it is
+    that over the parts' sha256, with `-` and their count (`sha256_of_parts`). Only `head` tells it, and only of a store
+    that does.
+    """
 
     key: str
     size_bytes: int
     etag: str
+    sha256: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,29 @@ class UploadedPart:
     size_bytes: int
     etag: str
     sha256: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class UnfinishedUpload:
+    """A multipart upload that was started and neither finished nor aborted: what it holds, and since when nobody writes.
+
+    `idle_s` counts from its start or its newest part, whichever came later, by the store's own clock; 0 where the store
+    does not tell its time.
+    """
+
+    key: str
+    upload_id: str
+    parts: int
+    size_bytes: int
+    idle_s: float
+
+
+class UploadGoneError(UnavailableError):
+    """The multipart upload was finished or aborted by somebody else meanwhile: look what is there, and start anew."""
+
+
+def unheeded(_count_bytes: int) -> None:
+    """Take a count of bytes that nobody wants to know."""
 
 
 class Store(Protocol):
@@ -107,16 +137,25 @@ class Store(Protocol):
         """Return the newest unfinished multipart upload of a key and its parts, or None."""
         ...
 
+    def unfinished_uploads(self, prefix: str) -> list[UnfinishedUpload]:
+        """Return every unfinished multipart upload of the keys under a prefix."""
+        ...
+
     def start_upload(self, key: str) -> str:
         """Start a multipart upload and return its id."""
         ...
 
-    def put_part(self, key: str, upload_id: str, number: int, data: bytes) -> UploadedPart:
-        """Upload one part with a checksum that the store checks."""
+    def put_part(
+        self, key: str, upload_id: str, number: int, data: bytes, sent: Callable[[int], None] = unheeded
+    ) -> UploadedPart:
+        """Upload one part with a checksum that the store checks; UploadGoneError if there is no such upload.
+
+        `sent` is called with the size of each piece that goes out, so that a watcher sees a slow upload move.
+        """
         ...
 
     def finish_upload(self, key: str, upload_id: str, parts: Iterable[UploadedPart]) -> None:
-        """Make the object out of its parts."""
+        """Make the object out of its parts; UploadGoneError if there is no such upload."""
         ...
 
     def abort_upload(self, key: str, upload_id: str) -> None:

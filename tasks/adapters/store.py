@@ -8,18 +8,18 @@ second time for the signature.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tasks.adapters.store_answers import NotThereError, checksum_of, etag_of, hex_of
+from tasks.adapters.store_uploads import StoreUploads
 from tasks.core.errors import After, ConflictError, InputError, K2Error, Never, UnavailableError
-from tasks.ports import StoredObject, UploadedPart
+from tasks.ports import StoredObject, UploadGoneError
 
 BLOCK_BYTES = 1024 * 1024
 _MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
@@ -58,7 +58,7 @@ class StoreCredentials:
             raise InputError("K2-INP-001", f"{error.args[0]} is not set.", where="environment") from None
 
 
-class S3Store:
+class S3Store(StoreUploads):
     """Implements `ports.Store` on one bucket of an S3-compatible store. Threads may share it.
 
     Args:
@@ -118,7 +118,7 @@ class S3Store:
         """Make the bucket unless it is there; the same twice is no error."""
         try:
             self._call("head_bucket", "")
-        except _NotThereError:
+        except NotThereError:
             try:
                 self._call("create_bucket", "")
             except K2Error as error:
@@ -128,18 +128,19 @@ class S3Store:
     def head(self, key: str) -> StoredObject | None:
         """Return an object's identity, or None if there is none."""
         try:
-            found = self._call("head_object", key, Key=key)
-        except _NotThereError:
+            found = self._call("head_object", key, Key=key, ChecksumMode="ENABLED")
+        except NotThereError:
             return None
-        return StoredObject(key, int(found["ContentLength"]), _etag(found))
+        size_bytes, sha256 = int(found["ContentLength"]), hex_of(found.get("ChecksumSHA256", ""))
+        return StoredObject(key, size_bytes, etag_of(found), sha256)
 
     def get(self, key: str) -> tuple[bytes, str]:
         """Return a small object's bytes and etag; KeyError if there is none."""
         try:
             found = self._call("get_object", key, Key=key)
-        except _NotThereError as error:
+        except NotThereError as error:
             raise KeyError(key) from error
-        return b"".join(self._body(key, found["Body"])), _etag(found)
+        return b"".join(self._body(key, found["Body"])), etag_of(found)
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str = "") -> str:
         """Write a small object and return its etag; ConflictError (K2-CON-004) when the condition does not hold.
@@ -151,8 +152,10 @@ class S3Store:
             {"IfNoneMatch": "*"} if if_absent else {"IfMatch": f'"{if_match}"'} if if_match else {}
         )
         try:
-            return _etag(self._call("put_object", key, Key=key, Body=data, ChecksumSHA256=_sha256(data), **condition))
-        except _NotThereError as error:
+            return etag_of(
+                self._call("put_object", key, Key=key, Body=data, ChecksumSHA256=checksum_of(data), **condition)
+            )
+        except NotThereError as error:
             # If-Match on what is not there.
             raise _condition_failed(self._where(key), "no such object", if_match) from error
         except ConflictError as error:
@@ -168,7 +171,7 @@ class S3Store:
         arguments: dict[str, Any] = {"Prefix": prefix}
         while True:
             page = self._call("list_objects_v2", prefix, **arguments)
-            found += [StoredObject(item["Key"], int(item["Size"]), _etag(item)) for item in page.get("Contents", ())]
+            found += [StoredObject(item["Key"], int(item["Size"]), etag_of(item)) for item in page.get("Contents", ())]
             if not page.get("IsTruncated"):
                 return sorted(found, key=lambda item: item.key)
             arguments["ContinuationToken"] = page["NextContinuationToken"]
@@ -178,7 +181,7 @@ class S3Store:
         ranged = {"Range": f"bytes={offset}-"} if offset else {}
         try:
             found = self._call("get_object", key, Key=key, **ranged)
-        except _NotThereError as error:
+        except NotThereError as error:
             raise UnavailableError(
                 "K2-UNA-001",
                 "The store does not hold the object.",
@@ -191,75 +194,8 @@ class S3Store:
         """Delete an object; deleting what is not there is no error."""
         try:
             self._call("delete_object", key, Key=key)
-        except _NotThereError:
+        except NotThereError:
             return
-
-    def unfinished_upload(self, key: str) -> tuple[str, list[UploadedPart]] | None:
-        """Return the newest unfinished multipart upload of a key and its parts, or None."""
-        uploads: list[Mapping[str, Any]] = []
-        arguments: dict[str, Any] = {"Prefix": key}
-        while True:
-            page = self._call("list_multipart_uploads", key, **arguments)
-            uploads += [item for item in page.get("Uploads", ()) if item["Key"] == key]
-            if not page.get("IsTruncated"):
-                break
-            arguments |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page.get("NextUploadIdMarker", "")}
-        for upload in sorted(uploads, key=lambda item: str(item.get("Initiated", "")), reverse=True):
-            try:
-                return upload["UploadId"], self._parts(key, upload["UploadId"])
-            except _NotThereError:
-                continue  # ended between the two requests
-        return None
-
-    def start_upload(self, key: str) -> str:
-        """Start a multipart upload and return its id."""
-        return str(self._call("create_multipart_upload", key, Key=key, ChecksumAlgorithm="SHA256")["UploadId"])
-
-    def put_part(self, key: str, upload_id: str, number: int, data: bytes) -> UploadedPart:
-        """Upload one part with a checksum that the store checks."""
-        checksum = _sha256(data)
-        made = self._call(
-            "upload_part",
-            key,
-            Key=key,
-            UploadId=upload_id,
-            PartNumber=number,
-            Body=data,
-            ChecksumSHA256=checksum,
-        )
-        return UploadedPart(number, len(data), _etag(made), _hex(checksum))
-
-    def finish_upload(self, key: str, upload_id: str, parts: Iterable[UploadedPart]) -> None:
-        """Make the object out of its parts."""
-        listed = [
-            {
-                "PartNumber": part.number,
-                "ETag": f'"{part.etag}"',
-                "ChecksumSHA256": base64.b64encode(bytes.fromhex(part.sha256)).decode(),
-            }
-            for part in parts
-        ]
-        self._call("complete_multipart_upload", key, Key=key, UploadId=upload_id, MultipartUpload={"Parts": listed})
-
-    def abort_upload(self, key: str, upload_id: str) -> None:
-        """Drop an unfinished upload; dropping what is not there is no error."""
-        try:
-            self._call("abort_multipart_upload", key, Key=key, UploadId=upload_id)
-        except _NotThereError:
-            return
-
-    def _parts(self, key: str, upload_id: str) -> list[UploadedPart]:
-        parts: list[UploadedPart] = []
-        arguments: dict[str, Any] = {"Key": key, "UploadId": upload_id}
-        while True:
-            page = self._call("list_parts", key, **arguments)
-            parts += [
-                UploadedPart(int(p["PartNumber"]), int(p["Size"]), _etag(p), _hex(p.get("ChecksumSHA256", "")))
-                for p in page.get("Parts", ())
-            ]
-            if not page.get("IsTruncated"):
-                return parts
-            arguments["PartNumberMarker"] = page["NextPartNumberMarker"]
 
     def _body(self, key: str, body: Any) -> Iterator[bytes]:
         from botocore.exceptions import BotoCoreError
@@ -299,10 +235,14 @@ class S3Store:
             failed = _condition_failed(self._where(key), "another object", if_match)
             failed.details["repeated"] = bool(meta.get("RetryAttempts"))
             return failed
+        if code == "NoSuchUpload" and operation in ("upload_part", "complete_multipart_upload"):
+            return UploadGoneError(
+                "K2-UNA-001", "The upload was ended by somebody else.", where=self._where(key), retry=After(0.0)
+            )
         if code in _MISSING or (code == "NoSuchUpload" and operation in ("abort_multipart_upload", "list_parts")):
-            return _NotThereError(key)
+            return NotThereError(key)
         if operation == "head_bucket" and code == "NoSuchBucket":
-            return _NotThereError(key)
+            return NotThereError(key)
         status = meta.get("HTTPStatusCode", "no status")
         return UnavailableError(
             "K2-UNA-001",
@@ -316,10 +256,6 @@ class S3Store:
         return f"{self._endpoint.rstrip('/')}/{self._bucket}/{key}"
 
 
-class _NotThereError(Exception):
-    """The object, bucket or upload does not exist."""
-
-
 def _condition_failed(where: str, got: str, if_match: str) -> ConflictError:
     return ConflictError(
         "K2-CON-004",
@@ -328,15 +264,3 @@ def _condition_failed(where: str, got: str, if_match: str) -> ConflictError:
         got=got,
         expected=f"etag {if_match}".replace('"', "") if if_match else "no object",
     )
-
-
-def _etag(answer: Mapping[str, Any]) -> str:
-    return str(answer.get("ETag", "")).strip('"')
-
-
-def _sha256(data: bytes) -> str:
-    return base64.b64encode(hashlib.sha256(data).digest()).decode()
-
-
-def _hex(checksum: str) -> str:
-    return base64.b64decode(checksum).hex()

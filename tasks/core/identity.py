@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from tasks.core.errors import InputError
@@ -24,6 +25,11 @@ def canonical_bytes(value: Any) -> bytes:
 def sha256_hex(data: bytes) -> str:
     """Return the sha256 of bytes as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
+
+
+def sha256_of_parts(sha256s: Sequence[str]) -> str:
+    """Return what S3 states as the sha256 of an object that was made out of parts with these digests."""
+    return f"{sha256_hex(b''.join(map(bytes.fromhex, sha256s)))}-{len(sha256s)}"
 
 
 def digest_of(value: Any) -> str:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tasks.core.errors import ConflictError, UnavailableError
-from tasks.ports import StoredObject, UploadedPart
+from tasks.core.identity import sha256_hex, sha256_of_parts
+from tasks.ports import StoredObject, UnfinishedUpload, UploadedPart, UploadGoneError, unheeded
 
 BLOCK_BYTES = 64 * 1024
 MIN_PART_BYTES = 5 * 1024 * 1024
@@ -31,9 +33,12 @@ class MemoryStore:
         self._min_part_bytes = min_part_bytes
         self._started = 0
         self._lock = threading.RLock()
-        self._uploaded: dict[str, tuple[bytes, str]] = {}
-        """Objects that were made out of parts, with their etags."""
+        self._uploaded: dict[str, tuple[bytes, str, str]] = {}
+        """Objects that were made out of parts, with their etags and checksums."""
         self._finished: set[tuple[str, str]] = set()
+        self.written_at: dict[str, float] = {}
+        """When each unfinished upload was last written to, by the store's clock."""
+        self.now: Callable[[], float] = time.time
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}  # a world is copied, its lock not
@@ -45,15 +50,21 @@ class MemoryStore:
         """Do nothing: there is one bucket."""
 
     def head(self, key: str) -> StoredObject | None:
-        data = self.objects.get(key)
-        return None if data is None else StoredObject(key, len(data), self._etag(key))
+        with self._lock:
+            data = self.objects.get(key)
+            if data is None:
+                return None
+            made, _, sha256 = self._uploaded.get(key, (b"", "", ""))
+            return StoredObject(
+                key, len(data), self._etag(key), sha256 if sha256 and made == data else sha256_hex(data)
+            )
 
     def get(self, key: str) -> tuple[bytes, str]:
         with self._lock:
             return self.objects[key], self._etag(key)
 
     def _etag(self, key: str) -> str:
-        data, (made, etag) = self.objects[key], self._uploaded.get(key, (b"", ""))
+        data, (made, etag, _) = self.objects[key], self._uploaded.get(key, (b"", "", ""))
         return etag if etag and made == data else _md5(data)
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str = "") -> str:
@@ -92,18 +103,37 @@ class MemoryStore:
                 return upload_id, [UploadedPart(n, len(d), _md5(d)) for n, d in sorted(parts.items())]
         return None
 
+    def unfinished_uploads(self, prefix: str) -> list[UnfinishedUpload]:
+        with self._lock:
+            return [
+                UnfinishedUpload(
+                    key,
+                    upload_id,
+                    len(parts),
+                    sum(map(len, parts.values())),
+                    max(0.0, self.now() - self.written_at[upload_id]),
+                )
+                for upload_id, (key, parts) in sorted(self.uploads.items())
+                if key.startswith(prefix)
+            ]
+
     def start_upload(self, key: str) -> str:
         self._started += 1
         upload_id = f"upload-{self._started}"
         self.uploads[upload_id] = (key, {})
+        self.written_at[upload_id] = self.now()
         return upload_id
 
-    def put_part(self, key: str, upload_id: str, number: int, data: bytes) -> UploadedPart:
+    def put_part(
+        self, key: str, upload_id: str, number: int, data: bytes, sent: Callable[[int], None] = unheeded
+    ) -> UploadedPart:
         self.calls.append(f"put_part {number}")
         of, parts = self.uploads.get(upload_id, ("", {}))
         if of != key:
-            raise UnavailableError("K2-UNA-001", "no such upload", where=key)
+            raise UploadGoneError("K2-UNA-001", "no such upload", where=key)
+        sent(len(data))
         parts[number] = bytes(data)
+        self.written_at[upload_id] = self.now()
         return UploadedPart(number, len(data), _md5(data), hashlib.sha256(data).hexdigest())
 
     def finish_upload(self, key: str, upload_id: str, parts: Iterable[UploadedPart]) -> None:
@@ -111,16 +141,19 @@ class MemoryStore:
             return
         of, there = self.uploads.get(upload_id, ("", {}))
         listed = list(parts)
-        if of != key or not listed or any(not _same(there.get(p.number), p) for p in listed):
+        if of != key:
+            raise UploadGoneError("K2-UNA-001", "no such upload", where=key)
+        if not listed or any(not _same(there.get(p.number), p) for p in listed):
             raise UnavailableError("K2-UNA-001", "invalid part", where=key)
         numbers = [part.number for part in listed]
         if numbers != sorted(set(numbers)) or any(len(there[n]) < self._min_part_bytes for n in numbers[:-1]):
             raise UnavailableError("K2-UNA-001", "parts in disorder or too small", where=key)
         made = b"".join(there[number] for number in numbers)
         digests = b"".join(hashlib.md5(there[n], usedforsecurity=False).digest() for n in numbers)
+        sha256 = sha256_of_parts([sha256_hex(there[n]) for n in numbers])
         with self._lock:
             self.objects[key] = made
-            self._uploaded[key] = (made, f"{_md5(digests)}-{len(numbers)}")
+            self._uploaded[key] = (made, f"{_md5(digests)}-{len(numbers)}", sha256)
             self._finished.add((key, upload_id))
             del self.uploads[upload_id]
 

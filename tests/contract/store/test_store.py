@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tasks.core.errors import ConflictError, UnavailableError
+from tasks.core.identity import sha256_hex, sha256_of_parts
+from tasks.ports import UploadGoneError
 
 PART = 5 * 1024 * 1024  # S3 takes no smaller parts but the last
 
@@ -232,11 +234,68 @@ def test_an_aborted_upload_leaves_nothing(store: Any, key: str) -> None:
     for _ in range(2):
         store.abort_upload(key, upload)
         assert store.unfinished_upload(key) is None
-    with pytest.raises(UnavailableError):
+    with pytest.raises(UploadGoneError):
         store.put_part(key, upload, 2, b"x")
     with pytest.raises(UnavailableError):
         store.finish_upload(key, upload, [])
     assert store.head(key) is None
+
+
+def test_an_upload_that_somebody_else_ended_is_told_as_gone(store: Any, key: str) -> None:
+    upload = store.start_upload(key)
+    part = store.put_part(key, upload, 1, b"bytes")
+    store.abort_upload(key, upload)
+    with pytest.raises(UploadGoneError):
+        store.finish_upload(key, upload, [part])
+    assert store.head(key) is None
+
+
+def test_the_store_states_the_checksum_of_what_it_holds(store: Any, key: str) -> None:
+    store.put(key, b"weights")
+    assert store.head(key).sha256 == sha256_hex(b"weights")
+    upload = store.start_upload(key)
+    data = [b"a" * PART, b"b"]
+    store.finish_upload(key, upload, [store.put_part(key, upload, i, block) for i, block in enumerate(data, start=1)])
+    assert store.head(key).sha256 == sha256_of_parts([sha256_hex(block) for block in data])
+    store.put(key, b"other")
+    assert store.head(key).sha256 == sha256_hex(b"other")
+
+
+def test_a_part_tells_of_the_bytes_that_go_out(store: Any, key: str) -> None:
+    pieces: list[int] = []
+    store.put_part(key, store.start_upload(key), 1, b"x" * PART, pieces.append)
+    assert sum(pieces) == PART
+
+
+def test_all_unfinished_uploads_below_a_prefix_are_listed(store: Any, key: str) -> None:
+    empty, begun = store.start_upload(f"{key}/a"), store.start_upload(f"{key}/b")
+    store.put_part(f"{key}/b", begun, 1, b"a" * PART)
+    store.put_part(f"{key}/b", begun, 2, b"bc")
+    done = store.start_upload(f"{key}/c")
+    store.finish_upload(f"{key}/c", done, [store.put_part(f"{key}/c", done, 1, b"x")])
+    store.start_upload(f"{key}-other")
+    found = {(u.key, u.upload_id): (u.parts, u.size_bytes) for u in store.unfinished_uploads(f"{key}/")}
+    assert found == {(f"{key}/a", empty): (0, 0), (f"{key}/b", begun): (2, PART + 2)}
+    assert store.unfinished_uploads(f"{key}/nothing") == []
+
+
+def test_an_upload_is_idle_since_its_newest_part(store: Any, key: str) -> None:
+    upload = store.start_upload(key)
+
+    def idle_s() -> float:
+        (found,) = store.unfinished_uploads(key)
+        return float(found.idle_s)
+
+    def wait_until_idle() -> None:
+        deadline = time.monotonic() + 20
+        while idle_s() < 2.0:  # dates of S3 have seconds only
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    wait_until_idle()
+    store.put_part(key, upload, 1, b"x")
+    assert idle_s() < 2.0
+    wait_until_idle()
 
 
 def test_a_bucket_may_be_there_already(store: Any) -> None:

@@ -149,6 +149,40 @@ def test_a_body_shorter_than_announced_is_found() -> None:
             store.get("t/x")
 
 
+def _listing(handler: BaseHTTPRequestHandler) -> None:
+    """List one upload with one part; an answer of http.server has a Date only if it is sent."""
+    upload = b"<Upload><Key>t/x</Key><UploadId>u</UploadId><Initiated>2026-01-01T00:00:00Z</Initiated></Upload>"
+    part = b"<Part><PartNumber>1</PartNumber><Size>7</Size><LastModified>2026-01-01T10:00:00Z</LastModified></Part>"
+    of_parts = "uploadId" in handler.path
+    name = b"ListPartsResult" if of_parts else b"ListMultipartUploadsResult"
+    body = b"<%s>%s<IsTruncated>false</IsTruncated></%s>" % (name, part if of_parts else upload, name)
+    handler.send_response_only(200)
+    handler.send_header("Content-Length", str(len(body)))
+    for value in getattr(handler, "dates", ()):
+        handler.send_header("Date", value)
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+@pytest.mark.parametrize(
+    ("dates", "idle_s"),
+    [
+        (("Thu, 01 Jan 2026 11:00:00 GMT",), 3600.0),
+        (("Thu, 01 Jan 2026 09:00:00 GMT",), 0.0),  # a clock that jumps
+        ((), 0.0),
+        (("yesterday",), 0.0),
+    ],
+)
+def test_age_is_told_by_the_clock_of_the_store_and_not_by_ours(dates: tuple[str, ...], idle_s: float) -> None:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.dates = dates  # type: ignore[attr-defined]
+        _listing(handler)
+
+    with odd_server(answer) as url:
+        (found,) = S3Store(url, "k2-test", StoreCredentials("a", "b"), tries=1).unfinished_uploads("t/")
+    assert (found.parts, found.size_bytes, found.idle_s) == (1, 7, idle_s)
+
+
 def test_a_store_that_says_nothing_is_given_up(key: str) -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     with silent, pytest.raises(UnavailableError, match="ReadTimeout") as caught:
