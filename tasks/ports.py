@@ -85,7 +85,7 @@ class UploadedPart:
 
 @dataclass(frozen=True)
 class UnfinishedUpload:
-    """A multipart upload that was started and neither finished nor aborted: what it holds, and since when nobody writes.
+    """A multipart upload that was started and not ended: what it holds, and since when nobody has written to it.
 
     `idle_s` counts from its start or its newest part, whichever came later, by the store's own clock; 0 where the store
     does not tell its time.

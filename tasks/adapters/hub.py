@@ -3,20 +3,32 @@
 No byte from here is trusted: sizes and digests are compared by whoever takes the bytes. `snapshot_download` and
 `hf_hub_download` are not used, because they check sizes only and may answer from a cache; nor are the library's own
 retries, which can wait for minutes without saying so. Requests are made one by one, with timeouts, and a wait that the
-Hub asks for is told to the caller.
+Hub asks for is told to the caller. Redirects are followed here, so that the token goes to the Hub alone.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
-from tasks.adapters.hub_parts import check_range, read_up_to
+from tasks.adapters.hub_answers import (
+    REDIRECTS,
+    announced_size,
+    first_byte,
+    in_circles,
+    no_such_file,
+    no_such_revision,
+    origin,
+    redirected,
+    refusal,
+)
+from tasks.adapters.hub_parts import read_up_to
 from tasks.core.errors import After, InputError, K2Error, UnavailableError
 from tasks.core.identity import check_repo, check_revision
 from tasks.core.lock import LockedFile, classify
@@ -24,7 +36,8 @@ from tasks.ports import HubRevision
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_PAGES = 1000
-_RATE_LIMIT_S = 60.0
+_MAX_PAGE_BYTES = 64 * 1024 * 1024
+_MAX_REDIRECTS = 5
 
 
 class HfHub:
@@ -80,14 +93,14 @@ class HfHub:
         url = f"{self._endpoint}/api/models/{repo}/tree/{revision}?recursive=true&expand=false"
         files: list[LockedFile] = []
         for _ in range(_MAX_PAGES):
-            entries, following = self._get(url, where, missing=_no_such_revision)
+            entries, following = self._get(url, where, missing=no_such_revision)
             files += _files(entries, url)
             if not following:
                 return HubRevision(repo, revision, tuple(sorted(files, key=lambda file: file.path)))
-            if urlsplit(following)[:2] != urlsplit(self._endpoint)[:2]:
+            if origin(following) != origin(self._endpoint):
                 # The token goes along with each page.
                 raise UnavailableError(
-                    "K2-UNA-001", "The Hub's next page is on another host.", where=url, got=urlsplit(following).netloc
+                    "K2-UNA-001", "The Hub's next page is on another host.", where=url, got=origin(following)[1]
                 )
             url = following
         raise UnavailableError("K2-UNA-001", f"The Hub lists more than {_MAX_PAGES} pages.", where=url)
@@ -122,23 +135,21 @@ class HfHub:
             raise self._wrong_input(error, repo, revision, path) or error from error.__cause__
 
     def _stream(self, repo: str, revision: str, path: str, offset: int, size_bytes: int) -> Iterator[bytes]:
-        from huggingface_hub import hf_hub_url, hf_raise_for_status
+        from huggingface_hub import hf_hub_url
 
-        url = hf_hub_url(repo, path, revision=revision, endpoint=self._endpoint)
+        url, where = hf_hub_url(repo, path, revision=revision, endpoint=self._endpoint), f"{repo}@{revision} {path}"
         # Compressed on the way, a range and a length would not be those of the file.
-        headers = {**self._headers(), "Accept-Encoding": "identity"}
+        wanted = {"Accept-Encoding": "identity"}
         if offset or size_bytes:
-            headers["Range"] = f"bytes={offset}-{offset + size_bytes - 1 if size_bytes else ''}"
-        with _translated(f"{repo}@{revision} {path}"), ExitStack() as stack:
-            response = self._begun(stack, url, headers)
+            wanted["Range"] = f"bytes={offset}-{offset + size_bytes - 1 if size_bytes else ''}"
+        with _translated(where), ExitStack() as stack:
+            response = self._answer(stack, url, wanted, where, no_such_file)
             if response.status_code == 416:
-                _check_end(_announced_size(response), offset, url)
+                _check_end(announced_size(response.headers), offset, url)
                 return
-            hf_raise_for_status(response)
-            check_range(response.status_code, response.headers.get("Content-Range", ""), offset, url)
-            # A server that knows no ranges sends all of it.
-            skip = offset if response.status_code == 200 else 0
-            for block in response.iter_bytes():
+            begin = first_byte(response.status_code, response.headers, path, offset if "Range" in wanted else None, where)
+            skip = offset - begin
+            for block in response.iter_raw():
                 if skip >= len(block):
                     skip -= len(block)
                     continue
@@ -147,8 +158,30 @@ class HfHub:
             _check_length(response, url)
             _check_end(offset - skip, offset, url)
 
+    def _answer(
+        self, stack: ExitStack, url: str, wanted: Mapping[str, str], where: str, missing: Callable[[str], K2Error]
+    ) -> Any:
+        """Return the answer to a GET, whose body is still to come, after all redirects; every refusal is raised."""
+        at = url
+        for _ in range(_MAX_REDIRECTS + 1):
+            token = self._token() if origin(at) == origin(self._endpoint) else ""
+            one = stack.enter_context(ExitStack())
+            response = self._begun(one, at, {**self._headers(token), **wanted})
+            status = int(response.status_code)
+            if status not in REDIRECTS:
+                error = refusal(status, response.headers, where, missing, elsewhere=origin(at) != origin(url))
+                if error is None or (status == 416 and "Range" in wanted):
+                    return response
+                if status in (401, 403) and token and token != self._token():
+                    summary = "The Hub refused a token that was just replaced."
+                    error = UnavailableError("K2-UNA-001", summary, where=where, retry=After(0.0))
+                raise error
+            at = redirected(status, response.headers, at)
+            one.close()
+        raise in_circles(url, _MAX_REDIRECTS)
+
     def _begun(self, stack: ExitStack, url: str, headers: Mapping[str, str]) -> Any:
-        """Return the response to a GET whose body is still to come.
+        """Return the response to one GET whose body is still to come, whatever it says.
 
         A kept connection that the server closed while the request was on its way gives no answer at all: the request
         is made once more on another one. Servers close it after an error of theirs, so it is the next request that
@@ -158,7 +191,8 @@ class HfHub:
         from huggingface_hub import get_session
 
         def begin() -> Any:
-            return stack.enter_context(get_session().stream("GET", url, headers=headers, timeout=self._timeout()))
+            stream = get_session().stream("GET", url, headers=headers, timeout=self._timeout(), follow_redirects=False)
+            return stack.enter_context(stream)
 
         try:
             return begin()
@@ -179,22 +213,25 @@ class HfHub:
         except K2Error:
             return None
         there = not path or path in {file.path for file in listed.files}
-        return None if there else _no_such_file(f"{repo}@{revision} {path}")
+        return None if there else no_such_file(f"{repo}@{revision} {path}")
 
     def _get(self, url: str, where: str, missing: Callable[[str], K2Error] | None = None) -> tuple[Any, str]:
         """Return the JSON of one answer and the URL of the next page, or an empty one.
 
         `missing` makes the error of an address that the Hub does not have; else it is that of a file.
         """
-        from huggingface_hub import hf_raise_for_status
-
-        with _translated(where, missing or _no_such_file), ExitStack() as stack:
-            response = self._begun(stack, url, self._headers())
-            response.read()
-            hf_raise_for_status(response)
+        with _translated(where), ExitStack() as stack:
+            response = self._answer(stack, url, {}, where, missing or no_such_file)
+            data = bytearray()
+            for block in response.iter_bytes():
+                data += block
+                if len(data) > _MAX_PAGE_BYTES:
+                    raise UnavailableError(
+                        "K2-UNA-001", "The Hub's answer does not end.", where=url, got=f"more than {len(data)} bytes"
+                    )
             try:
-                return response.json(), str(response.links.get("next", {}).get("url", ""))
-            except ValueError as error:
+                return json.loads(data), str(response.links.get("next", {}).get("url", ""))
+            except (ValueError, RecursionError) as error:
                 raise UnavailableError(
                     "K2-UNA-001", "The Hub's answer is not JSON.", where=url, retry=After(5.0)
                 ) from error
@@ -204,10 +241,10 @@ class HfHub:
 
         return httpx2.Timeout(self._stall_s, connect=self._connect_s)
 
-    def _headers(self) -> dict[str, str]:
+    def _headers(self, token: str) -> dict[str, str]:
         from huggingface_hub.utils._headers import build_hf_headers
 
-        return dict(build_hf_headers(token=self._token() or False, library_name="k2-release"))
+        return dict(build_hf_headers(token=token or False, library_name="k2-release"))
 
     def _token(self) -> str:
         if self._token_variable:
@@ -298,92 +335,14 @@ def _check_end(size_bytes: int, offset: int, url: str) -> None:
         )
 
 
-def _announced_size(response: Any) -> int:
-    """Return the size that a refused range names (`Content-Range: bytes */SIZE`), or -1."""
-    size = str(response.headers.get("Content-Range", "")).rpartition("/")[2]
-    return int(size) if size.isdecimal() else -1
-
-
-def _no_such_file(where: str) -> K2Error:
-    return InputError("K2-INP-004", "The revision has no such file.", where=where)
-
-
-def _no_such_revision(where: str) -> K2Error:
-    return InputError(
-        "K2-INP-002",
-        "The repository has no such revision.",
-        where=where,
-        got="no such revision",
-        expected="a branch, tag or commit of it",
-        hint=f"check the name at the Hub, or lock its main: `k2ctl lock {where.partition('@')[0]}`",
-    )
-
-
-def _no_such_repository(where: str) -> K2Error:
-    return InputError(
-        "K2-INP-002",
-        "The Hub has no such repository.",
-        where=where,
-        got="no such repository",
-        expected="owner/name",
-        # Some mirrors say so of a revision too.
-        hint="Check the name and the revision, and that the token may read it.",
-    )
-
-
 @contextmanager
-def _translated(where: str, missing: Callable[[str], K2Error] = _no_such_file) -> Iterator[None]:
+def _translated(where: str) -> Iterator[None]:
     """Turn what huggingface_hub and its HTTP client raise into errors of ours."""
     import httpx2
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         yield
-    except HfHubHTTPError as error:
-        raise _http_error(error, where, missing) from error
     except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError) as error:
         raise UnavailableError(
-            "K2-UNA-001", f"The Hub did not answer: {type(error).__name__}.", where=where, retry=After(2.0)
+            "K2-UNA-001", f"The Hub did not answer: {type(error).__name__}.", where=where, retry=After(1.0)
         ) from error
-
-
-def _http_error(error: Any, where: str, missing: Callable[[str], K2Error]) -> K2Error:
-    from huggingface_hub.errors import (
-        DisabledRepoError,
-        EntryNotFoundError,
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    if isinstance(error, (GatedRepoError, DisabledRepoError)):
-        hint = "Check the name, and that the token may read it."
-        return InputError("K2-INP-002", "The Hub refuses this repository: gated or disabled.", where=where, hint=hint)
-    if isinstance(error, RepositoryNotFoundError):
-        return _no_such_repository(where)
-    if isinstance(error, RevisionNotFoundError):
-        return _no_such_revision(where)
-    if isinstance(error, EntryNotFoundError):
-        return missing(where)
-    status = error.response.status_code
-    wait_s = _asked_wait_s(error.response.headers)
-    if status == 429:
-        wait_s = _RATE_LIMIT_S if wait_s is None else wait_s
-        summary = f"The Hub limits the rate: it asks for a wait of {wait_s:g} s."
-        return UnavailableError("K2-UNA-001", summary, where=where, retry=After(wait_s), details={"status": status})
-    return UnavailableError(
-        "K2-UNA-001",
-        f"The Hub answered HTTP {status}.",
-        where=where,
-        retry=After(5.0 if wait_s is None else wait_s),
-        details={"status": status},
-    )
-
-
-def _asked_wait_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of Retry-After or of an exhausted RateLimit window, if the answer names them."""
-    asked = headers.get("Retry-After", "").strip()
-    if asked.isdigit():
-        return float(asked)
-    window = re.search(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d+)", headers.get("RateLimit", ""))
-    return float(window.group(1)) if window else None

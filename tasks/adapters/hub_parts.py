@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -10,7 +9,6 @@ from contextlib import closing
 from tasks.core.errors import After, UnavailableError
 
 _LEAST_BYTES_PER_S = 10_000
-_PARTIAL = 206
 
 
 def read_up_to(blocks: Generator[bytes], enough_bytes: int, patience_s: float, where: str) -> bytes:
@@ -41,16 +39,3 @@ def read_up_to(blocks: Generator[bytes], enough_bytes: int, patience_s: float, w
                     retry=After(5.0),
                 )
     return bytes(data)
-
-
-def check_range(status: int, told: str, offset: int, url: str) -> None:
-    """Raise UnavailableError for a part of the file that begins elsewhere than was asked for."""
-    if status == _PARTIAL and not re.match(rf"bytes\s+{offset}-", told):
-        raise UnavailableError(
-            "K2-UNA-001",
-            "The Hub sent another part of the file than was asked for.",
-            where=url,
-            got=told or "no Content-Range",
-            expected=f"bytes {offset}-",
-            retry=After(1.0),
-        )

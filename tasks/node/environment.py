@@ -30,5 +30,11 @@ def store_from_environment(stall_s: float) -> S3Store:
 
 
 def hub_from_environment(stall_s: float) -> HfHub:
-    """Return the Hub that the environment names; a token is read from HF_TOKEN at each call."""
-    return HfHub(required("HF_ENDPOINT"), token_variable="HF_TOKEN", stall_s=stall_s)  # noqa: S106 - a name
+    """Return the Hub that the environment names; a token is read at each call, from a file that can be replaced if any.
+
+    HF_TOKEN_PATH is huggingface_hub's own name for such a file.
+    """
+    endpoint, path = required("HF_ENDPOINT"), os.environ.get("HF_TOKEN_PATH", "")
+    if path:
+        return HfHub(endpoint, token_file=path, stall_s=stall_s)
+    return HfHub(endpoint, token_variable="HF_TOKEN", stall_s=stall_s)  # noqa: S106 - a name

@@ -82,6 +82,12 @@ class ProgressLines:
         self._files_done = 0
         self._last = -math.inf
 
+    def show(self, done_bytes: int, files_done: int) -> None:
+        """Take over how far the work is from whoever counts it."""
+        with self._lock:
+            self._done_bytes, self._files_done = done_bytes, files_done
+            self._print()
+
     def advance(self, count_bytes: int) -> None:
         """Count bytes; a negative count takes back bytes of an attempt that failed."""
         with self._lock:
@@ -100,10 +106,11 @@ class ProgressLines:
             self._print(force=True)
 
     def _print(self, *, force: bool = False) -> None:
-        now = self._now()
-        if not force and now - self._last < PROGRESS_INTERVAL_S:
+        # Not by the clock that people set: one that is put back would keep the lines away.
+        tick = time.monotonic()
+        if not force and tick - self._last < PROGRESS_INTERVAL_S:
             return
-        self._last = now
+        self._last = tick
         line = {
             "done_bytes": self._done_bytes,
             "total_bytes": self._total_bytes,

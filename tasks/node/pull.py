@@ -1,75 +1,85 @@
 """Fetches this puller's share of a lock from the Hub into the object store, verified in the same pass.
 
-The blobs of the lock (each content once, however many paths have it) are dealt to the pullers largest first, each to
-the puller with the least bytes so far: every puller computes the same deal. A blob that is in the store with its size
-and its `.ok` marker is not fetched again. See tasks.node.transfer for how a blob moves and how a killed one resumes.
+What moves bytes runs in a child process. A stream that breaks, stands or drips goes on in it from the byte where it
+broke; a file that does not move in spite of that has the child killed and another one started, which takes up what is
+left; the third time the pull fails and says what was seen. See tasks.node.puller for what a share is and
+tasks.node.transfer for how a blob moves.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tasks.core.errors import InputError
-from tasks.core.lock import Lock, LockedFile
-from tasks.core.units import format_bytes
-from tasks.node.environment import ENVIRONMENT_HELP, hub_from_environment, required, store_from_environment
-from tasks.node.program import ProgressLines, Stop, run, say
-from tasks.node.stored_lock import read_lock
-from tasks.node.transfer import MIN_PART_BYTES, Route, is_present, move_blob
-from tasks.node.workers import attempt, run_all
+from tasks.core.errors import InputError, K2Error
+from tasks.node.byte_watch import Patience
+from tasks.node.program import Stop, run
+from tasks.node.supervision import Supervision
+from tasks.node.watched_child import Tell, WatchedChild
 
-if TYPE_CHECKING:
-    from tasks.ports import Store
+# What the child needs is imported in the child: this process stays small and starts at once.
 
 DEFAULT_PART_BYTES = 64 * 1024 * 1024
+_KILL_AFTER_STALLS = 3
+_LEAST_SILENT_S = 30.0
 _TRIES = 4
 
 
-def share(lock: Lock, puller: int, pullers: int) -> list[LockedFile]:
-    """Return one file for each blob that a puller has to bring, largest first."""
-    blobs = {file.sha256: file for file in reversed(lock.files)}
-    loads = [(0, index) for index in range(pullers)]
-    mine = []
-    for file in sorted(blobs.values(), key=lambda file: (-file.size_bytes, file.sha256)):
-        load, index = min(loads)
-        loads[index] = (load + file.size_bytes, index)
-        if index == puller:
-            mine.append(file)
-    return mine
+def _supervise(arguments: argparse.Namespace, stop: Stop) -> Mapping[str, Any]:
+    def start(threads: int, last: Sequence[str]) -> WatchedChild:
+        return WatchedChild(partial(_be_told, arguments, stop, threads, last))
+
+    window_s = arguments.kill_after_s or _KILL_AFTER_STALLS * arguments.stall_s
+    patience = Patience(window_s, arguments.min_bytes_per_s, max(window_s, _LEAST_SILENT_S))
+    result = Supervision(start, arguments.threads, patience, stop).run()
+    return {"puller": arguments.puller, "of": arguments.of, **result}
 
 
-def pull(route: Route, files: list[LockedFile], threads: int, stop: Stop) -> dict[str, int]:
-    """Bring the files that the store does not hold yet; return the counts for the termination message."""
-    there = run_all(files, partial(_look, route.store), threads, stop, lambda: None)
-    missing = [file for file, present in zip(files, there, strict=True) if not present]
-    missing_bytes = sum(file.size_bytes for file in missing)
-    say(f"{len(files)} blobs, {len(files) - len(missing)} are there, {format_bytes(missing_bytes)} to fetch")
-    progress = ProgressLines(missing_bytes, len(missing))
+def _be_told(arguments: argparse.Namespace, stop: Stop, threads: int, last: Sequence[str], tell: Tell) -> None:
+    """Do the work in the child, and tell how it ended."""
     try:
-        fetched = run_all(missing, partial(_move, route, progress), threads, stop, lambda: None)
-    finally:
-        progress.finish()
-    return {"files": len(files), "bytes_fetched": sum(fetched), "files_present": len(files) - len(missing)}
+        tell({"outcome": _pull(arguments, stop, threads, last, tell)})
+    except K2Error as error:
+        tell({"error": error.as_data()})
+    except Exception as error:
+        tell({"error": K2Error("K2-UNX-001", f"{type(error).__name__}: {error}"[:300]).as_data()})
+        raise
 
 
-def _look(store: Store, file: LockedFile, stop: Stop) -> bool:
-    return attempt(lambda: is_present(store, file), stop, integrity_tries=1, tries=_TRIES)
+def _pull(arguments: argparse.Namespace, stop: Stop, threads: int, last: Sequence[str], tell: Tell) -> dict[str, Any]:
+    from tasks.node.environment import hub_from_environment, required, store_from_environment
+    from tasks.node.meter import Reports
+    from tasks.node.orphans import Sweep
+    from tasks.node.puller import concerns, pull, share
+    from tasks.node.steady_stream import Pace
+    from tasks.node.stored_lock import read_lock
+    from tasks.node.transfer import Route
+    from tasks.node.workers import attempt
+
+    _check(arguments)
+    store, hub = store_from_environment(arguments.stall_s), hub_from_environment(arguments.stall_s)
+    reports = Reports(tell)
+    with reports.running():
+        lock = attempt(partial(read_lock, store, arguments.lock_digest), stop, integrity_tries=1, tries=_TRIES)
+        pace = Pace(arguments.stall_s, arguments.min_bytes_per_s)
+        route = Route(hub, store, lock, required("HF_ENDPOINT"), arguments.part_bytes, pace)
+        files = sorted(share(lock, arguments.puller, arguments.of), key=lambda file: file.path in last)
+        sweeping = Sweep(
+            concerns(lock, arguments.puller, arguments.of), arguments.orphan_idle_s, arguments.orphan_left_s
+        )
+        return {"source": route.source, **pull(route, files, threads, stop, reports, sweeping)}
 
 
-def _move(route: Route, progress: ProgressLines, file: LockedFile, stop: Stop) -> int:
-    fetched_bytes = move_blob(route, file, stop, progress.advance)
-    progress.file_done()
-    return fetched_bytes
+def _check(arguments: argparse.Namespace) -> None:
+    from tasks.node.transfer import MIN_PART_BYTES
 
-
-def _work(arguments: argparse.Namespace, stop: Stop) -> Mapping[str, Any]:
-    puller, pullers = arguments.puller, arguments.of
-    if not 0 <= puller < pullers:
-        raise InputError("K2-INP-001", "--puller must be from 0 to --of less 1.", where="--puller", got=str(puller))
+    if not 0 <= arguments.puller < arguments.of:
+        raise InputError(
+            "K2-INP-001", "--puller must be from 0 to --of less 1.", where="--puller", got=str(arguments.puller)
+        )
     if arguments.part_bytes < MIN_PART_BYTES:
         raise InputError(
             "K2-INP-001",
@@ -78,11 +88,6 @@ def _work(arguments: argparse.Namespace, stop: Stop) -> Mapping[str, Any]:
             got=str(arguments.part_bytes),
             expected=f"at least {MIN_PART_BYTES}",
         )
-    store = store_from_environment(arguments.stall_s)
-    hub = hub_from_environment(arguments.stall_s)
-    lock = attempt(partial(read_lock, store, arguments.lock_digest), stop, integrity_tries=1, tries=_TRIES)
-    route = Route(hub, store, lock, required("HF_ENDPOINT"), arguments.part_bytes)
-    return {"puller": puller, "of": pullers, **pull(route, share(lock, puller, pullers), arguments.threads, stop)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,26 +95,47 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tasks.node.pull",
         description=__doc__,
-        epilog=ENVIRONMENT_HELP
-        + """  HF_ENDPOINT, HF_TOKEN                      the Hub or a mirror of it, and a token if it needs one
-
-exit codes: 0 the share is in the store, 2 wrong input, 5 the Hub serves other bytes than the lock says,
-11 Hub or store: try again
-""",
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--lock-digest", required=True, help="sha256 of the lock; read from locks/<digest>.json")
-    parser.add_argument("--puller", type=int, required=True, help="number of this puller, from 0")
-    parser.add_argument("--of", type=int, required=True, help="count of pullers")
-    parser.add_argument("--part-bytes", type=int, default=DEFAULT_PART_BYTES, help="size of an upload part (64 MiB)")
-    parser.add_argument(
-        "--threads", type=int, default=3, help="blobs at once (3); each holds up to two parts in memory"
+    add = parser.add_argument
+    add("--lock-digest", required=True, help="sha256 of the lock; read from locks/<digest>.json")
+    add("--puller", type=int, required=True, help="number of this puller, from 0")
+    add("--of", type=int, required=True, help="count of pullers")
+    add("--part-bytes", type=int, default=DEFAULT_PART_BYTES, help="size of an upload part (64 MiB)")
+    add("--threads", type=int, default=3, help="blobs at once (3); each holds up to two parts in memory")
+    add("--stall-s", type=float, default=30.0, help="no byte for so long: the stream is opened anew (30)")
+    add("--min-bytes-per-s", type=int, default=10_000, help="less than that over such a time is no byte (10000)")
+    add(
+        "--kill-after-s",
+        type=float,
+        default=0.0,
+        help="a file that stands for so long in spite of that has its process killed (three times --stall-s)",
     )
-    parser.add_argument("--stall-s", type=float, default=30.0, help="no byte for so long is a stall (30)")
+    add(
+        "--orphan-idle-s",
+        type=float,
+        default=2 * 3600.0,
+        help="unfinished uploads that nobody will go on with are "
+        "ended when nobody has written to them for so long (7200)",
+    )
+    add("--orphan-left-s", type=float, default=24 * 3600.0, help="and all others after so long (86400)")
     arguments = parser.parse_args(argv)
     stop = Stop()
     stop.install()
-    return run(partial(_work, arguments, stop))
+    return run(partial(_supervise, arguments, stop))
+
+
+_EPILOG = """environment:
+  K2_STORE_ENDPOINT, K2_STORE_BUCKET         the object store
+  K2_STORE_ACCESS_KEY, K2_STORE_SECRET_KEY   its credentials (from a Secret)
+  K2_TERMINATION_LOG                         where the outcome is left (default: /dev/termination-log)
+  HF_ENDPOINT                                the Hub or a mirror of it
+  HF_TOKEN, or HF_TOKEN_PATH for a file      a token if the Hub needs one; read anew at each request
+
+exit codes: 0 the share is in the store, 2 wrong input, 5 the Hub serves other bytes than the lock says (or the store
+keeps other ones than it was sent), 11 Hub or store: try again
+"""
 
 
 if __name__ == "__main__":

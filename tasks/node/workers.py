@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +12,13 @@ from typing import TypeVar
 
 from tasks.core.errors import After, K2Error
 from tasks.node.program import Stop, StoppedError, say, stopped, write_termination_message
+from tasks.ports import UploadGoneError
 
 Job = TypeVar("Job")
 Outcome = TypeVar("Outcome")
 _GRACE_S = 3.0
+_MOST_BACKOFF_S = 60.0
+_MOST_JITTER_S = 5.0
 
 
 def run_all(
@@ -91,20 +95,36 @@ def _end_within_grace(pending: set[Future[Outcome]], abandon: Callable[[], None]
     os._exit(int(error.exit_code))
 
 
+def backoff_s(asked_s: float, failures: int) -> float:
+    """Return how long to wait after so many failures in a row: what was asked for, twice as long each time, and a bit.
+
+    Never less than was asked for. The bit differs, so that those who failed together do not come back together.
+    """
+    wait_s = min(asked_s * 2.0 ** min(failures - 1, 16), max(asked_s, _MOST_BACKOFF_S))
+    return wait_s + random.uniform(0.0, min(wait_s / 4, _MOST_JITTER_S))  # noqa: S311 - no secret
+
+
 def attempt(
-    work: Callable[[], Outcome], stop: Stop, *, integrity_tries: int, tries: int, told: Callable[[str], None] = say
+    work: Callable[[], Outcome],
+    stop: Stop,
+    *,
+    integrity_tries: int,
+    tries: int,
+    told: Callable[[str], None] = say,
+    sleep: Callable[[float], None] | None = None,
 ) -> Outcome:
     """Return what `work` returns, trying again where the error itself says that this may help.
 
     Bytes that do not match are asked for `integrity_tries` times in all: once is an accident on the way, twice is the
-    source. An UnavailableError is tried `tries` times in all, each after the wait it names.
+    source. An UnavailableError is tried `tries` times in all, each after a longer wait, the first as long as it says.
+    An upload that is gone is no failure of the request: whoever began it has to begin anew.
     """
     mismatches = failures = 0
     while True:
         stop.check()
         try:
             return work()
-        except StoppedError:
+        except (StoppedError, UploadGoneError):
             raise
         except K2Error as error:
             mismatch = error.code == "K2-INT-001"
@@ -114,6 +134,6 @@ def attempt(
             may = mismatches < integrity_tries if mismatch else isinstance(retry, After) and failures < tries
             if not may:
                 raise
-            wait_s = retry.seconds if isinstance(retry, After) else 0.0
-            told(f"trying again{f' in {wait_s:g} s' if wait_s else ''}: {error}")
-            stop.sleep(wait_s)
+            wait_s = backoff_s(retry.seconds, max(1, failures)) if isinstance(retry, After) else 0.0
+            told(f"trying again{f' in {wait_s:.1f} s' if wait_s else ''}: {error}")
+            (sleep or stop.sleep)(wait_s)

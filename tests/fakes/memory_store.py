@@ -98,10 +98,11 @@ class MemoryStore:
         self.objects.pop(key, None)
 
     def unfinished_upload(self, key: str) -> tuple[str, list[UploadedPart]] | None:
-        for upload_id, (of, parts) in reversed(self.uploads.items()):
-            if of == key:
-                return upload_id, [UploadedPart(n, len(d), _md5(d)) for n, d in sorted(parts.items())]
-        return None
+        with self._lock:
+            for upload_id, (of, parts) in reversed(self.uploads.items()):
+                if of == key:
+                    return upload_id, [UploadedPart(n, len(d), _md5(d)) for n, d in sorted(parts.items())]
+            return None
 
     def unfinished_uploads(self, prefix: str) -> list[UnfinishedUpload]:
         with self._lock:
@@ -118,29 +119,33 @@ class MemoryStore:
             ]
 
     def start_upload(self, key: str) -> str:
-        self._started += 1
-        upload_id = f"upload-{self._started}"
-        self.uploads[upload_id] = (key, {})
-        self.written_at[upload_id] = self.now()
-        return upload_id
+        with self._lock:
+            self._started += 1
+            upload_id = f"upload-{self._started}"
+            self.written_at[upload_id] = self.now()
+            self.uploads[upload_id] = (key, {})
+            return upload_id
 
     def put_part(
         self, key: str, upload_id: str, number: int, data: bytes, sent: Callable[[int], None] = unheeded
     ) -> UploadedPart:
         self.calls.append(f"put_part {number}")
-        of, parts = self.uploads.get(upload_id, ("", {}))
-        if of != key:
-            raise UploadGoneError("K2-UNA-001", "no such upload", where=key)
+        with self._lock:
+            of, parts = self.uploads.get(upload_id, ("", {}))
+            if of != key:
+                raise UploadGoneError("K2-UNA-001", "no such upload", where=key)
+            parts[number] = bytes(data)
+            self.written_at[upload_id] = self.now()
         sent(len(data))
-        parts[number] = bytes(data)
-        self.written_at[upload_id] = self.now()
         return UploadedPart(number, len(data), _md5(data), hashlib.sha256(data).hexdigest())
 
     def finish_upload(self, key: str, upload_id: str, parts: Iterable[UploadedPart]) -> None:
-        if (key, upload_id) in self._finished:
-            return
+        with self._lock:
+            if (key, upload_id) not in self._finished:
+                self._finish(key, upload_id, list(parts))
+
+    def _finish(self, key: str, upload_id: str, listed: list[UploadedPart]) -> None:
         of, there = self.uploads.get(upload_id, ("", {}))
-        listed = list(parts)
         if of != key:
             raise UploadGoneError("K2-UNA-001", "no such upload", where=key)
         if not listed or any(not _same(there.get(p.number), p) for p in listed):
@@ -151,11 +156,10 @@ class MemoryStore:
         made = b"".join(there[number] for number in numbers)
         digests = b"".join(hashlib.md5(there[n], usedforsecurity=False).digest() for n in numbers)
         sha256 = sha256_of_parts([sha256_hex(there[n]) for n in numbers])
-        with self._lock:
-            self.objects[key] = made
-            self._uploaded[key] = (made, f"{_md5(digests)}-{len(numbers)}", sha256)
-            self._finished.add((key, upload_id))
-            del self.uploads[upload_id]
+        self.objects[key] = made
+        self._uploaded[key] = (made, f"{_md5(digests)}-{len(numbers)}", sha256)
+        self._finished.add((key, upload_id))
+        del self.uploads[upload_id]
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         self.uploads.pop(upload_id, None)
