@@ -71,6 +71,14 @@ class HfHub:
     def __repr__(self) -> str:
         return f"HfHub({self._endpoint!r})"
 
+    def warm_up(self) -> None:
+        """Import what the first request would, which may take seconds on a busy machine, and nobody's timeout."""
+        from huggingface_hub import get_session, hf_hub_url
+
+        hf_hub_url("owner/name", "file", endpoint=self._endpoint)
+        self._headers("")
+        get_session()
+
     def resolve(self, repo: str, revision: str) -> str:
         """Return the 40-hex commit of a branch, tag or commit, as the Hub says now (never from a cache)."""
         check_repo(repo)

@@ -34,7 +34,7 @@ def _supervise(arguments: argparse.Namespace, stop: Stop) -> Mapping[str, Any]:
 
     window_s = arguments.kill_after_s or _KILL_AFTER_STALLS * arguments.stall_s
     patience = Patience(window_s, arguments.min_bytes_per_s, max(window_s, _LEAST_SILENT_S))
-    result = Supervision(start, arguments.threads, patience, stop).run()
+    result = Supervision(start, arguments.threads, patience, stop, processes=arguments.processes).run()
     return {"puller": arguments.puller, "of": arguments.of, **result}
 
 
@@ -61,6 +61,7 @@ def _pull(arguments: argparse.Namespace, stop: Stop, threads: int, last: Sequenc
 
     _check(arguments)
     store, hub = store_from_environment(arguments.stall_s), hub_from_environment(arguments.stall_s)
+    hub.warm_up()
     reports = Reports(tell)
     with reports.running():
         lock = attempt(partial(read_lock, store, arguments.lock_digest), stop, integrity_tries=1, tries=_TRIES)
@@ -112,6 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         default=0.0,
         help="a file that stands for so long in spite of that has its process killed (three times --stall-s)",
     )
+    add("--processes", type=int, default=3, help="so many are tried one after another on one file (3)")
     add(
         "--orphan-idle-s",
         type=float,

@@ -65,12 +65,17 @@ def steady_blocks(
         except UnavailableError as error:
             stop.check()
             meter.failed(str(error))
+            if offset >= size_bytes > 0:
+                return  # all is here, however the stream ended: the digest decides
             failures = 1 if offset - begin >= min(_ENOUGH_BYTES, size_bytes * _ENOUGH_SHARE) else failures + 1
-            if not isinstance(error.retry, After) or failures >= pace.tries or offset >= size_bytes:
+            if not isinstance(error.retry, After) or failures >= pace.tries:
                 raise
             wait_s = backoff_s(error.retry.seconds, failures)
             say(f"{meter.path}: the stream broke at byte {offset}; going on from there in {wait_s:.1f} s: {error}")
-            meter.wait(stop, wait_s)
+            if "status" in error.details:
+                meter.wait(stop, wait_s)
+            else:
+                stop.sleep(wait_s)  # nobody asked for it: a source that stands, stands
 
 
 def _at_pace(stream: Iterator[Block], pace: Pace) -> Generator[Block, None, None]:
@@ -85,11 +90,12 @@ def _at_pace(stream: Iterator[Block], pace: Pace) -> Generator[Block, None, None
             if block is None:
                 return
             received += len(block)
+            yield block
+            # Only now: it may have been the last one.
             if waited_s >= pace.stall_s:
                 if received < waited_s * pace.min_bytes_per_s:
                     raise _drips(received, waited_s, pace)
                 waited_s, received = 0.0, 0
-            yield block
     finally:
         if isinstance(stream, Generator):
             stream.close()

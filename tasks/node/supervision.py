@@ -22,9 +22,8 @@ from tasks.node.program import ProgressLines, Stop, say, stopped
 from tasks.node.watched_child import WatchedChild
 
 _LOOK_S = 0.25
-_GRACE_S = 5.0
+_GRACE_S = 1.0
 _STOP_GRACE_S = 8.0
-_CHILDREN = 3
 _RESTART_S = 1.0
 _MOVED_BYTES = 2800
 
@@ -107,16 +106,25 @@ class Supervision:
         threads: how many the first one gets.
         patience: when a child counts as standing.
         stop: set by signals.
+        processes: so many are tried one after another on a file that stands, or while nothing gets done.
         now: a clock that is not set.
     """
 
     def __init__(
-        self, start: Start, threads: int, patience: Patience, stop: Stop, now: Callable[[], float] = time.monotonic
+        self,
+        start: Start,
+        threads: int,
+        patience: Patience,
+        stop: Stop,
+        *,
+        processes: int = 3,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._start = start
         self._threads = threads
         self._patience = patience
         self._stop = stop
+        self._most = processes
         self._now = now
         self._began = now()
         self._children = 0
@@ -188,11 +196,11 @@ class Supervision:
     def _stood(self, stall: Stall) -> None:
         self._stalls[stall.path] += 1
         say(f"killed the transfers: {stall}")
-        if self._stalls[stall.path] < _CHILDREN:
+        if self._stalls[stall.path] < self._most:
             return
         raise UnavailableError(
             "K2-UNA-001",
-            f"A transfer stood still under {_CHILDREN} processes one after another.",
+            f"A transfer stood still under {self._most} processes one after another.",
             where=stall.path,
             got=f"{stall.moved_bytes} bytes moved in {stall.within_s:.0f} s, at byte {stall.offset_bytes} of "
             f"{stall.size_bytes}" + (f"; last error: {stall.last_error}" if stall.last_error else ""),
@@ -205,10 +213,10 @@ class Supervision:
         self._deaths += 1
         how = f"killed, as {stall}" if stall else _death(status)
         say(f"the transfers died: {how}")
-        if self._deaths >= _CHILDREN:
+        if self._deaths >= self._most:
             raise UnavailableError(
                 "K2-UNA-001",
-                f"The process that transfers died {_CHILDREN} times and finished nothing meanwhile.",
+                f"The process that transfers died {self._most} times and finished nothing meanwhile.",
                 got=how,
                 expected="a process that ends by itself",
                 hint="If it was killed for memory, give the Job more, or fewer threads. Run the same command again.",

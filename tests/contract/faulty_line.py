@@ -19,6 +19,8 @@ class FaultyLine:
         lost_answers: of so many requests the server's answer never arrives: the connection is reset in its place.
         changed: bytes of requests that arrive as other ones.
         held_after_bytes: a connection takes so many bytes of requests and then no more, until `release`.
+        answers_held_after_bytes: so many bytes of answers come through on all connections together, and then no more
+            until `release`.
         held: set while a connection is held.
     """
 
@@ -27,7 +29,9 @@ class FaultyLine:
         self.lost_answers = 0
         self.changed: tuple[bytes, bytes] | None = None
         self.held_after_bytes: int | None = None
+        self.answers_held_after_bytes: int | None = None
         self.held = threading.Event()
+        self._answered = 0
         self._server = (host, port)
         self._go_on = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -54,7 +58,7 @@ class FaultyLine:
 
     def release(self) -> None:
         """Let held connections go on."""
-        self.held_after_bytes = None
+        self.held_after_bytes = self.answers_held_after_bytes = None
         self._go_on.set()
 
     def _accept(self) -> None:
@@ -101,6 +105,10 @@ class FaultyLine:
                 raise _CutError
             if self.cut_after_bytes is not None:
                 data = data[: self.cut_after_bytes - sent]
+            self._answered += len(data)
+            if self.answers_held_after_bytes is not None and self._answered > self.answers_held_after_bytes:
+                self.held.set()
+                self._go_on.wait(60)
             client.sendall(data)
             sent += len(data)
             if self.cut_after_bytes is not None and sent >= self.cut_after_bytes:

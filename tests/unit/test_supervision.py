@@ -65,7 +65,7 @@ class World:
 
     def run(self, threads: int = 4) -> dict[str, Any]:
         patience = Patience(window_s=9.0, min_bytes_per_s=10, silent_s=30.0)
-        return Supervision(self.start, threads, patience, self.stop, lambda: self.now).run()
+        return Supervision(self.start, threads, patience, self.stop, now=lambda: self.now).run()
 
 
 @pytest.fixture(autouse=True)
