@@ -146,7 +146,7 @@ class Store(Protocol):
         ...
 
     def put_part(
-        self, key: str, upload_id: str, number: int, data: bytes, sent: Callable[[int], None] = unheeded
+        self, key: str, upload_id: str, number: int, data: Block, sent: Callable[[int], None] = unheeded
     ) -> UploadedPart:
         """Upload one part with a checksum that the store checks; UploadGoneError if there is no such upload.
 

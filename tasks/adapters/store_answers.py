@@ -19,7 +19,7 @@ def etag_of(answer: Mapping[str, Any]) -> str:
     return str(answer.get("ETag", "")).strip('"')
 
 
-def checksum_of(data: bytes) -> str:
+def checksum_of(data: bytes | memoryview) -> str:
     """Return the sha256 of bytes in the form of S3's checksum headers."""
     return base64.b64encode(hashlib.sha256(data).digest()).decode()
 

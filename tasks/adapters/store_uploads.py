@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import base64
-import io
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
 from tasks.adapters.store_answers import NotThereError, checksum_of, etag_of, hex_of, store_time
-from tasks.ports import UnfinishedUpload, UploadedPart, unheeded
+from tasks.ports import Block, UnfinishedUpload, UploadedPart, unheeded
 
 
 class StoreUploads(ABC):
@@ -49,7 +49,7 @@ class StoreUploads(ABC):
         return str(self._call("create_multipart_upload", key, Key=key, ChecksumAlgorithm="SHA256")["UploadId"])
 
     def put_part(
-        self, key: str, upload_id: str, number: int, data: bytes, sent: Callable[[int], None] = unheeded
+        self, key: str, upload_id: str, number: int, data: Block, sent: Callable[[int], None] = unheeded
     ) -> UploadedPart:
         """Upload one part with a checksum that the store checks; UploadGoneError if there is no such upload."""
         checksum = checksum_of(data)
@@ -104,18 +104,30 @@ class StoreUploads(ABC):
             arguments["PartNumberMarker"] = page["NextPartNumberMarker"]
 
 
-class _Watched(io.BytesIO):
-    """A request's body that tells of each piece that is taken for sending."""
+class _Watched:
+    """A request's body that tells of each piece that is taken for sending, and copies no more than that piece."""
 
-    def __init__(self, data: bytes, sent: Callable[[int], None]) -> None:
-        super().__init__(data)
+    def __init__(self, data: Block, sent: Callable[[int], None]) -> None:
+        self._data = memoryview(data)
+        self._at = 0
         self._sent = sent
 
-    def read(self, size: int | None = -1, /) -> bytes:
+    def read(self, size: int | None = -1) -> bytes:
         """Return the next piece."""
-        piece = super().read(size)
+        end = len(self._data) if size is None or size < 0 else self._at + size
+        piece = bytes(self._data[self._at : end])
+        self._at += len(piece)
         self._sent(len(piece))
         return piece
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to another place; a request that is made again begins anew."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._at
 
 
 def _part(item: Mapping[str, Any]) -> UploadedPart:

@@ -22,7 +22,7 @@ def canonical_bytes(value: Any) -> bytes:
     )
 
 
-def sha256_hex(data: bytes) -> str:
+def sha256_hex(data: bytes | memoryview) -> str:
     """Return the sha256 of bytes as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 

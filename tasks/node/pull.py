@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--puller", type=int, required=True, help="number of this puller, from 0")
     add("--of", type=int, required=True, help="count of pullers")
     add("--part-bytes", type=int, default=DEFAULT_PART_BYTES, help="size of an upload part (64 MiB)")
-    add("--threads", type=int, default=3, help="blobs at once (3); each holds up to two parts in memory")
+    add("--threads", type=int, default=8, help="blobs at once, a stream each (8); each holds a part in memory")
     add("--stall-s", type=float, default=30.0, help="no byte for so long: the stream is opened anew (30)")
     add("--min-bytes-per-s", type=int, default=10_000, help="less than that over such a time is no byte (10000)")
     add(

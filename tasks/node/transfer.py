@@ -239,7 +239,7 @@ class _Transfer:
         etag = f"{hashlib.md5(etags, usedforsecurity=False).hexdigest()}-{len(parts)}"
         return _Sent((self.file.sha256, sha256_of_parts([part.sha256 for part in parts])), etag)
 
-    def _part(self, upload_id: str, number: int, data: bytes, there: Sequence[UploadedPart]) -> UploadedPart:
+    def _part(self, upload_id: str, number: int, data: Block, there: Sequence[UploadedPart]) -> UploadedPart:
         """Return a part whose bytes are these: one that is there already, or a new one.
 
         A store may list a number twice, when it was sent twice; it makes the object of the one that is named by its
@@ -254,20 +254,28 @@ class _Transfer:
         put_part, sent = self.route.store.put_part, self.meter.moved
         return self._patiently(lambda: put_part(self.key, upload_id, number, data, sent))
 
-    def _parts(self, blocks: Iterator[Block], part_bytes: int) -> Iterator[bytes]:
-        """Yield the blocks as parts of one size (the last may be shorter); stop at the first byte too many."""
-        buffer, received = bytearray(), 0
+    def _parts(self, blocks: Iterator[Block], part_bytes: int) -> Iterator[memoryview]:
+        """Yield the blocks as parts of one size (the last may be shorter); stop at the first byte too many.
+
+        All are views of one buffer: each holds until the next is asked for.
+        """
+        part = memoryview(bytearray(part_bytes))
+        filled = received = 0
         for block in blocks:
-            buffer += block
             received += len(block)
             self.meter.received(len(block))
-            while len(buffer) >= part_bytes:
-                yield bytes(memoryview(buffer)[:part_bytes])
-                del buffer[:part_bytes]
+            rest = memoryview(block)
+            while rest:
+                piece = rest[: part_bytes - filled]
+                part[filled : filled + len(piece)] = piece
+                filled, rest = filled + len(piece), rest[len(piece) :]
+                if filled == part_bytes:
+                    yield part
+                    filled = 0
             if received > self.file.size_bytes:
                 break
-        if buffer:
-            yield bytes(buffer)
+        if filled:
+            yield part[:filled]
 
     def _check(self, size_bytes: int, sha256: str) -> None:
         lock = self.route.lock

@@ -13,7 +13,7 @@ from typing import Any
 
 from tasks.core.errors import ConflictError, UnavailableError
 from tasks.core.identity import sha256_hex, sha256_of_parts
-from tasks.ports import StoredObject, UnfinishedUpload, UploadedPart, UploadGoneError, unheeded
+from tasks.ports import Block, StoredObject, UnfinishedUpload, UploadedPart, UploadGoneError, unheeded
 
 BLOCK_BYTES = 64 * 1024
 MIN_PART_BYTES = 5 * 1024 * 1024
@@ -127,7 +127,7 @@ class MemoryStore:
             return upload_id
 
     def put_part(
-        self, key: str, upload_id: str, number: int, data: bytes, sent: Callable[[int], None] = unheeded
+        self, key: str, upload_id: str, number: int, data: Block, sent: Callable[[int], None] = unheeded
     ) -> UploadedPart:
         self.calls.append(f"put_part {number}")
         with self._lock:
@@ -165,7 +165,7 @@ class MemoryStore:
         self.uploads.pop(upload_id, None)
 
 
-def _md5(data: bytes) -> str:
+def _md5(data: Block) -> str:
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 

@@ -578,6 +578,78 @@ GUARDS = (
         "",
         ("tests/unit/test_step_audit.py::test_a_receipt_that_proves_too_little_is_refused",),
     ),
+    Guard(
+        "I1",
+        "a blob is named in the store only after its digest matched",
+        "tasks/node/transfer.py",
+        "            self._check(size_bytes, digest.hexdigest())\n",
+        "",
+        ("tests/unit/test_pull.py::test_wrong_bytes_twice_fail_and_nothing_is_named",),
+    ),
+    Guard(
+        "I1",
+        "a blob is stated only after the store has shown that it holds it",
+        "tasks/node/transfer.py",
+        "        self._check_kept(sent)\n",
+        "",
+        (
+            "tests/unit/test_pull.py::test_a_store_that_keeps_nothing_gets_no_statement",
+            "tests/unit/test_pull.py::test_a_store_that_keeps_other_bytes_is_found_out",
+        ),
+    ),
+    Guard(
+        "I1",
+        "a blob without its statement is read before it is trusted",
+        "tasks/node/transfer.py",
+        "        if self._read_back() == self.file.sha256:\n",
+        "        if True:\n",
+        ("tests/unit/test_pull.py::test_a_blob_without_a_statement_is_verified_anew",),
+    ),
+    Guard(
+        "I1",
+        "a part of the file from elsewhere is not put in its place",
+        "tasks/adapters/hub_answers.py",
+        "span is None or int(span.group(1)) != offset:",
+        "span is None:",
+        (
+            "tests/contract/hub/test_wire_lying_hub.py::test_a_lie_that_is_told_once_costs_a_try_and_no_byte_of_it_is_kept",
+        ),
+    ),
+    Guard(
+        "I5",
+        "no child of a pull outlives it",
+        "tasks/node/watched_child.py",
+        "        _die_with(parent)\n",
+        "",
+        ("tests/unit/test_watched_child.py::test_it_dies_with_its_parent_however_that_dies",),
+    ),
+    Guard(
+        "I5",
+        "a file that stands has its process replaced",
+        "tasks/node/byte_watch.py",
+        "moved < within_s * self._patience.min_bytes_per_s:",
+        "False:",
+        (
+            "tests/unit/test_byte_watch.py::test_a_file_that_stands_is_seen_after_the_window",
+            "tests/unit/test_byte_watch.py::test_a_drip_is_a_stand",
+        ),
+    ),
+    Guard(
+        "I6",
+        "the Hub's token goes to the Hub alone",
+        "tasks/adapters/hub.py",
+        'self._token() if origin(at) == origin(self._endpoint) else ""',
+        "self._token()",
+        ("tests/contract/hub/test_wire_lying_hub.py::test_the_token_does_not_go_to_the_host_that_has_the_bytes",),
+    ),
+    Guard(
+        "I10",
+        "an upload that a living puller writes is not ended",
+        "tasks/node/orphans.py",
+        " or upload.idle_s < how.idle_s:",
+        ":",
+        ("tests/unit/test_orphans.py::test_a_living_puller_writes_and_is_let_alone",),
+    ),
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tasks.adapters.hub import HfHub
 from tasks.core.errors import InputError
+from tasks.node.environment import hub_from_environment
 
 REPO = "moonshotai/Kimi-K2-Instruct"
 TOKEN = "hf_only_for_this_test"
@@ -26,6 +27,17 @@ def test_a_token_that_is_no_single_word_is_refused_and_not_shown(tmp_path: Path,
         HfHub("http://127.0.0.1:1", token_file=str(path)).resolve(REPO, "main")
     assert TOKEN not in "".join(traceback.format_exception(caught.value))
     assert str(path) in caught.value.where
+
+
+def test_a_token_file_of_the_environment_goes_before_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "token"
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_variable")
+    assert hub_from_environment(1.0)._token() == "hf_of_the_variable"
+    monkeypatch.setenv("HF_TOKEN_PATH", str(path))
+    for text in ("hf_first\n", "hf_second"):  # a mounted Secret is replaced while the program runs
+        path.write_text(text)
+        assert hub_from_environment(1.0)._token() == text.strip()
 
 
 def test_reading_starts_quickly() -> None:
