@@ -27,6 +27,7 @@ TIERS: dict[str, tuple[list[str], int]] = {
     "test-rehearsal": ([*PYTEST, "tests/rehearsal"], 1),
     "test-kubelet": ([*PYTEST, "tests/kubelet"], 1),
     "bench-verify": ([str(BIN / "python"), "tests/bench/verify.py"], 1),
+    "bench-pull": ([str(BIN / "python"), "tests/bench/pull.py"], 1),
 }
 
 

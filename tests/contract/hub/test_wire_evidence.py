@@ -104,3 +104,29 @@ def test_a_refused_token_on_a_directory_that_holds_a_part(site: HubSite, tmp_pat
     with pytest.raises(IntegrityError) as missing:
         verify_directory(tmp_path, lock_of(site, GATED), "node-1", 2, Stop())
     assert missing.value.exit_code == 5
+
+
+def test_xet_calls_wrong_bytes_a_success(tmp_path: Path) -> None:
+    """Real hf_xet on its own local store: one bit of a stored xorb is turned, and both ways to download end well."""
+    import hf_xet
+
+    source, endpoint = tmp_path / SHARD, f"local://{tmp_path / 'cas'}"
+    source.write_bytes(FILES[SHARD])
+    upload = hf_xet.XetSession().new_upload_commit(endpoint=endpoint)
+    upload.start_upload_file(str(source))
+    (uploaded,) = upload.wait_to_finish().uploads.values()
+    xorb = max((tmp_path / "cas").rglob("default.*"), key=lambda path: path.stat().st_size)
+    content = bytearray(xorb.read_bytes())
+    content[len(content) // 2] ^= 1
+    xorb.chmod(0o644)
+    xorb.write_bytes(content)
+
+    streamed = b"".join(
+        hf_xet.XetSession().new_download_stream_group(endpoint=endpoint).download_stream(uploaded.xet_info)
+    )
+    group = hf_xet.XetSession().new_file_download_group(endpoint=endpoint)
+    group.start_download_file(uploaded.xet_info, str(tmp_path / "out"))
+    group.wait_to_finish()
+    for data in (streamed, (tmp_path / "out").read_bytes()):
+        assert len(data) == len(FILES[SHARD])
+        assert data != FILES[SHARD]
