@@ -155,8 +155,8 @@ class HfHub:
             if response.status_code == 416:
                 _check_end(announced_size(response.headers), offset, url)
                 return
-            begin = first_byte(response.status_code, response.headers, path, offset if "Range" in wanted else None, where)
-            skip = offset - begin
+            asked_from = offset if "Range" in wanted else None
+            skip = offset - first_byte(response.status_code, response.headers, path, asked_from, where)
             for block in response.iter_raw():
                 if skip >= len(block):
                     skip -= len(block)
