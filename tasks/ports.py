@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from tasks.core.errors import UnavailableError
 from tasks.core.lock import LockedFile
@@ -198,6 +199,28 @@ class Source(Protocol):
 
     def open(self, file: LockedFile) -> Iterator[Block]:
         """Yield a file's bytes from its first on, unverified; UnavailableError when the stream breaks."""
+        ...
+
+
+@runtime_checkable
+class Fetcher(Protocol):
+    """An engine that puts bytes of a lock's files on the disk itself. As little trusted as a `Source`."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        ...
+
+    def fetch(self, file: LockedFile, temp: Path, stop: Stopping) -> None:
+        """Put a file's bytes, unverified, into a file that is not there yet; UnavailableError when that fails."""
+        ...
+
+
+class Stopping(Protocol):
+    """Tells work that it is to stop."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, and raise as soon as everybody is to stop."""
         ...
 
 

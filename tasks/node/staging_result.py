@@ -77,6 +77,11 @@ def staging_result(
         "moved": [dict(row) for row in moved[:_ROWS]],
         "worst": [staged.row() for staged in worst[:_ROWS]],
     }
+    return fitted(result)
+
+
+def fitted(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result without so many of its rows as keep it from fitting into a termination message."""
     for rows in ("worst", "moved"):
         while result[rows] and len(json.dumps(result, separators=(",", ":"))) > _LIMIT_BYTES:
             result[rows].pop()

@@ -99,7 +99,7 @@ def write_verified(
     """
     check_relative_path(path)
     final = dest_dir / path
-    temp = dest_dir / PARTIAL_DIR / f"{expected.sha256}.{sha256_hex(path.encode())[:8]}.{os.getpid()}"
+    temp = temp_path(dest_dir, path, expected)
     try:
         make_directory(temp.parent)
         make_directory(final.parent)
@@ -126,6 +126,49 @@ def write_verified(
     finally:
         temp.unlink(missing_ok=True)
     return staged_file(dest_dir, path, expected.sha256)
+
+
+def adopt_verified(
+    dest_dir: Path, path: str, expected: LockedFile, temp: Path, advance: Callable[[int], None]
+) -> StagedFile:
+    """Give a file that another program has written its final name, if its bytes, read for that, are those of the lock.
+
+    Args:
+        dest_dir: the checkpoint's directory; `temp` is on its file system.
+        path: relative path in it.
+        expected: size and sha256 that the bytes must have.
+        temp: what was written; nobody may write it any more.
+        advance: called with the count of each block read.
+
+    Raises:
+        IntegrityError: other bytes (K2-INT-001), or no file of its own (K2-INT-002); the final name is untouched.
+        UnavailableError: the disk failed.
+    """
+    check_relative_path(path)
+    final = dest_dir / path
+    try:
+        before = temp.lstat()
+        if before.st_nlink != 1:
+            raise not_regular(temp)  # who has the other name may write to it
+        size_bytes, sha256 = hash_file(temp, advance)
+        check_content(path, expected, size_bytes, sha256)
+        temp.chmod(0o444)
+        with temp.open("rb") as file:
+            os.fsync(file.fileno())
+        after = temp.lstat()
+        if (after.st_mtime_ns, after.st_ino, after.st_size) != (before.st_mtime_ns, before.st_ino, before.st_size):
+            raise not_regular(temp)
+        make_directory(final.parent)
+        temp.rename(final)
+        fsync_directory(final.parent)
+    except OSError as error:
+        raise disk_error(error, final) from error
+    return staged_file(dest_dir, path, expected.sha256)
+
+
+def temp_path(dest_dir: Path, path: str, expected: LockedFile) -> Path:
+    """Return where a file is written before it has its name: one place a process, swept if that dies."""
+    return dest_dir / PARTIAL_DIR / f"{expected.sha256}.{sha256_hex(path.encode())[:8]}.{os.getpid()}"
 
 
 def check_content(path: str, expected: LockedFile, size_bytes: int, sha256: str) -> None:

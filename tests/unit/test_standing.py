@@ -1,76 +1,119 @@
-"""`k2ctl status` shows what can be read, also when the route was changed by hand or the store is down."""
+"""Who is there, awaited or gone: by beats that change and by the reader's own clock, never by two clocks."""
 
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 
-from flows.console import standing
-from tasks.core.errors import UnavailableError
-from tasks.core.ledger import StepState
-from tasks.core.route import LIVE_ROUTE
-from tests.fakes.shifting_world import OLD, Shifting
+from tasks.core.standing import DONE, LEFT, WORKING, Note, Patience, Sighting, Standing, note_from_bytes
+
+NOTE = Note("node-2", "run-1", "b1", 1, WORKING, "http://127.0.0.1:1", "t0ken")
+HERE, AWAITED, GONE = Standing.HERE, Standing.AWAITED, Standing.GONE
 
 
-class _DownStore:
-    def __getattr__(self, name):
-        def fail(*_args, **_kwargs):
-            raise UnavailableError("K2-UNA-001", "The store did not answer.", where="http://store")
+class Clock:
+    now_s = 500.0
 
-        return fail
+    def now(self) -> float:
+        return self.now_s
 
 
 @pytest.fixture
-def it(monkeypatch):
-    world = Shifting()
-    monkeypatch.setattr(standing, "connect", lambda _args: world.world.ports())
-    return world
+def clock() -> Clock:
+    return Clock()
 
 
-def _status(capsys, **changes):
-    code = standing.status(Namespace(**{"release": "", "json": True, **changes}))
-    return code, json.loads(capsys.readouterr().out)
+@pytest.fixture
+def seen(clock: Clock) -> Sighting:
+    return Sighting("run-1", Patience(join_s=60, lost_s=15, strikes=3, forgive_s=30, lies=2), clock.now)
 
 
-def test_a_quiet_site(it, capsys):
-    code, data = _status(capsys)
-    assert code == 0
-    assert data["route"]["weights"] == {OLD.id: 100}
-    assert data["live"]["release"] == OLD.id
-    assert data["unread"] == []
+def test_one_that_has_not_come_is_awaited_and_then_gone_and_may_still_come(seen: Sighting, clock: Clock) -> None:
+    assert (seen.standing, seen.needs_us) == (AWAITED, True)
+    clock.now_s += 61
+    assert (seen.standing, seen.needs_us) == (GONE, False)
+    seen.see(NOTE)
+    assert (seen.standing, seen.needs_us) == (HERE, True)
 
 
-def test_a_route_changed_by_hand_is_shown_as_it_is(it, capsys):
-    route = it.world.cluster.get("HTTPRoute", LIVE_ROUTE)
-    for rule in route["spec"]["rules"]:
-        rule["backendRefs"] = [{"name": "k2-by-hand", "port": 80, "weight": 100}]
-    it.world.cluster.replace(route)
-    code, data = _status(capsys)
-    assert code == 0
-    assert "k2-by-hand" in data["route"]["now"]
-    assert it.old.router_service in data["route"]["recorded"]
-    standing.status(Namespace(release="", json=False))
-    assert "changed by somebody else" in capsys.readouterr().out
+def test_a_beat_that_stops_is_a_node_that_is_lost(seen: Sighting, clock: Clock) -> None:
+    for beat in range(1, 5):
+        seen.see(replace(NOTE, beat=beat))
+        clock.now_s += 14
+        assert seen.standing is HERE
+    seen.see(replace(NOTE, beat=4))
+    clock.now_s += 2
+    assert seen.standing is GONE
+    seen.see(replace(NOTE, boot="b2", beat=1))
+    assert seen.standing is HERE
 
 
-def test_weights_are_shown_while_the_store_is_down(it, monkeypatch, capsys):
-    ports = replace(it.world.ports(), store=_DownStore())
-    monkeypatch.setattr(standing, "connect", lambda _args: ports)
-    code, data = _status(capsys)
-    assert code == 11
-    assert data["route"]["weights"] == {OLD.id: 100}
-    assert data["live"] is None
-    assert data["unread"][0]["code"] == "K2-UNA-001"
+def test_a_note_of_an_earlier_run_counts_when_its_beat_changes(seen: Sighting, clock: Clock) -> None:
+    old = replace(NOTE, run="run-0", beat=700)
+    seen.see(old)
+    assert seen.standing is AWAITED
+    seen.see(old)
+    assert seen.standing is AWAITED
+    seen.see(replace(old, beat=701))
+    assert seen.standing is HERE
 
 
-def test_a_step_without_an_end_is_not_said_to_have_died(capsys):
-    """The ledger alone cannot tell a step that runs from one whose flow was killed."""
-    running = StepState("pull", "interrupted", 1, 0.0, {}, began_at=1_700_000_000.0)
-    row = standing._step_row(running)
-    assert (row["outcome"], row["began"], row["ended"]) == ("not ended", "2023-11-14 22:13:20Z", None)
-    standing._print({"site": "s", "live": None, "unread": [], "route": None, "lease": None, "steps": [row]})
-    out = capsys.readouterr().out
-    assert "began 2023-11-14 22:13:20Z" in out and "it runs, or its flow has died" in out
+def test_one_that_left_in_an_earlier_run_is_awaited_in_this_one(seen: Sighting) -> None:
+    seen.see(replace(NOTE, run="run-0", state=LEFT, url=""))
+    assert seen.standing is AWAITED
+    seen.see(replace(NOTE, boot="b2"))
+    assert seen.standing is HERE
+    seen.see(replace(NOTE, boot="b2", beat=2, state=LEFT, url=""))
+    assert (seen.standing, seen.needs_us) == (GONE, False)
+
+
+def test_one_that_is_done_can_be_asked_and_needs_nothing(seen: Sighting) -> None:
+    seen.see(replace(NOTE, state=DONE))
+    assert (seen.standing, seen.needs_us) == (HERE, False)
+
+
+def test_strikes_in_a_row_are_forgiven_after_a_while(seen: Sighting, clock: Clock) -> None:
+    seen.see(NOTE)
+    seen.strike()
+    seen.strike()
+    seen.answered()
+    seen.strike()
+    assert seen.standing is HERE
+    seen.strike()
+    seen.strike()
+    assert seen.standing is GONE
+    for beat in range(2, 6):
+        clock.now_s += 8
+        seen.see(replace(NOTE, beat=beat))
+    assert seen.standing is HERE
+
+
+def test_lies_are_not_forgiven_to_the_process_that_told_them(seen: Sighting) -> None:
+    seen.see(NOTE)
+    seen.lied()
+    assert seen.standing is HERE
+    seen.lied()
+    seen.answered()
+    seen.see(replace(NOTE, beat=2))
+    assert seen.standing is GONE
+    seen.see(replace(NOTE, boot="b2"))
+    assert seen.standing is HERE
+
+
+def test_a_note_is_read_back_and_nothing_else_is_one() -> None:
+    assert note_from_bytes(NOTE.to_bytes()) == NOTE
+    assert "t0ken" not in repr(NOTE)
+    data = json.loads(NOTE.to_bytes())
+    for wrong in (
+        b"",
+        b"\xff",
+        b"[]",
+        b"{}",
+        json.dumps(data | {"version": 2}).encode(),
+        json.dumps(data | {"beat": "x"}).encode(),
+        json.dumps(data | {"url": "file:///etc/passwd"}).encode(),
+        json.dumps(data | {"state": "?"}).encode(),
+    ):
+        assert note_from_bytes(wrong) is None

@@ -1,0 +1,150 @@
+"""What the nodes of an exchange say of themselves, and what another node makes of it: who is there, awaited or gone.
+
+No clocks are compared. A node counts its own beats; that the count has changed since it was last read, by the reader's
+own clock, is what shows that it lives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+from urllib.parse import urlsplit
+
+from tasks.core.identity import canonical_bytes
+
+NOTE_VERSION = 1
+WORKING, DONE, LEFT = "working", "done", "left"
+
+
+class Standing(Enum):
+    """How a node stands towards the exchange, as seen by another one."""
+
+    AWAITED = "awaited"
+    """It has not come yet, and there is still time."""
+    HERE = "here"
+    """It can be asked."""
+    GONE = "gone"
+    """It does not come, has left, or has fallen silent."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a node says of itself: where it can be asked and with which token.
+
+    `run` is the run that its Job was started by, `boot` is drawn anew by each process, `beat` counts. A node that has
+    LEFT says no more where it was.
+    """
+
+    node: str
+    run: str
+    boot: str
+    beat: int
+    state: str
+    url: str
+    token: str = field(repr=False)
+
+    def to_bytes(self) -> bytes:
+        """Return the note as it is stored."""
+        fields = ("node", "run", "boot", "beat", "state", "url", "token")
+        return canonical_bytes({"version": NOTE_VERSION, **{name: getattr(self, name) for name in fields}})
+
+
+def note_from_bytes(data: bytes) -> Note | None:
+    """Return the note of an object's bytes; None if they are not one that can be used."""
+    try:
+        found: Mapping[str, Any] = json.loads(data)
+        note = Note(
+            str(found["node"]),
+            str(found["run"]),
+            str(found["boot"]),
+            int(found["beat"]),
+            str(found["state"]),
+            str(found["url"]),
+            str(found["token"]),
+        )
+    except (ValueError, TypeError, KeyError):
+        return None
+    usable = note.state == LEFT or (note.state in (WORKING, DONE) and urlsplit(note.url).scheme == "http")
+    return note if found.get("version") == NOTE_VERSION and usable else None
+
+
+@dataclass(frozen=True)
+class Patience:
+    """What others are forgiven.
+
+    `join_s` is how long one may take to come, `lost_s` how long it may be silent. After so many `strikes` in a row (it
+    could not be reached, or broke off) it is left alone for `forgive_s`; after so many `lies` it is asked no more.
+    """
+
+    join_s: float = 60.0
+    lost_s: float = 15.0
+    strikes: int = 3
+    forgive_s: float = 60.0
+    lies: int = 2
+
+
+class Sighting:
+    """One other node, as this node has seen it so far."""
+
+    def __init__(self, run: str, patience: Patience, now: Callable[[], float]) -> None:
+        self._run = run
+        self._patience = patience
+        self._now = now
+        self._began = now()
+        self._changed: float | None = None
+        self._strikes = 0
+        self._struck = 0.0
+        self._lies = 0
+        self.note: Note | None = None
+
+    def see(self, note: Note | None) -> None:
+        """Take in what the node says of itself now; None if it says nothing."""
+        before, self.note = self.note, note
+        if note is None or (before is not None and (before.boot, before.beat) == (note.boot, note.beat)):
+            return
+        if before is None and note.run != self._run:
+            # Left there by a process that may be long dead: its next beat will tell.
+            return
+        if before is None or before.boot != note.boot:
+            self._strikes = self._lies = 0
+        self._changed = self._now()
+
+    def strike(self) -> None:
+        """Note that the node could not be reached, or broke off."""
+        self._strikes += 1
+        self._struck = self._now()
+
+    def answered(self) -> None:
+        """Note that it could be."""
+        self._strikes = 0
+
+    def lied(self) -> None:
+        """Note that it gave other bytes than those of the lock."""
+        self._lies += 1
+
+    @property
+    def standing(self) -> Standing:
+        """How it stands now."""
+        now = self._now()
+        if self.note is None or self._changed is None:
+            return Standing.AWAITED if now - self._began < self._patience.join_s else Standing.GONE
+        if self.note.state == LEFT or now - self._changed > self._patience.lost_s:
+            return Standing.GONE
+        if self._lies >= self._patience.lies:
+            return Standing.GONE
+        if self._strikes >= self._patience.strikes:
+            if now - self._struck < self._patience.forgive_s:
+                return Standing.GONE
+            self._strikes = 0
+        return Standing.HERE
+
+    @property
+    def needs_us(self) -> bool:
+        """Whether it may still come for something."""
+        standing = self.standing
+        if standing is Standing.HERE:
+            return self.note is not None and self.note.state == WORKING
+        return standing is Standing.AWAITED
