@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tasks.core.spec import GatewayRef, HubRef, Site, Staging, StagingFigures, StoreRef
 from tasks.spec_models import AbsolutePath, ContextName, Count, Model, NotNegative, Positive
@@ -55,6 +55,13 @@ class StagingModel(Model):
         default="auto",
         description="Who brings the bytes: the store, the other nodes, the Hub; auto: as planned.",
     )
+    exchange_origin: Literal["hub", "store"] = Field(
+        default="hub", description="Where a node pulls its share from in an exchange."
+    )
+    p2p_command: Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]*$")] = Field(
+        default="",
+        description="Topology hub: get files by this program of Dragonfly in the tool's image, such as dfget.",
+    )
     cache_mode: Literal["keep", "drop"] = Field(
         default="keep", description="Whether staged files stay in the page cache for an engine that starts soon."
     )
@@ -67,10 +74,18 @@ class StagingModel(Model):
     trash_age_s: NotNegative = Field(default=86400, description="How long what was deleted can be taken back.")
     figures: StagingFiguresModel = StagingFiguresModel()
 
+    @model_validator(mode="after")
+    def _p2p_in_topology_hub(self) -> StagingModel:
+        if self.p2p_command and self.topology != "hub":
+            raise ValueError("p2p_command needs topology: hub")
+        return self
+
     def freeze(self) -> Staging:
         """Return the core's value."""
         return Staging(
             topology=self.topology,
+            exchange_origin=self.exchange_origin,
+            p2p_command=self.p2p_command,
             cache_mode=self.cache_mode,
             beside_engine_bytes_per_s=self.beside_engine_bytes_per_s,
             scrub_bytes_per_s=self.scrub_bytes_per_s,

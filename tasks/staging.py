@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import task
 
+from tasks.core.ways import planned_topology
 from tasks.order import Order, connect, subject
 from tasks.retrying import RETRIES, RETRY_DELAY_S, may_retry
 from tasks.steps.delivery import deliver as deliver_weights
@@ -21,4 +22,5 @@ from tasks.steps.delivery import deliver as deliver_weights
 def deliver(order: Order, plan: dict[str, Any]) -> dict[str, Any]:
     """Pull the weights and stage them on the plan's nodes, both at once; twice moves no byte the second time."""
     ports = connect(order)
-    return deliver_weights(ports, subject(order, ports, plan["lock_digest"]), plan["nodes"], plan["spares"])
+    what = subject(order, ports, plan["lock_digest"])
+    return deliver_weights(ports, what, plan["nodes"], plan["spares"], planned_topology(plan))

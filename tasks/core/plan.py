@@ -10,6 +10,7 @@ from tasks.core.errors import CapacityError
 from tasks.core.lock import Lock
 from tasks.core.spec import Release, Site
 from tasks.core.units import format_bytes, format_duration, format_usd
+from tasks.core.ways import bytes_to_pull
 
 # Classes of change, from least to most.
 NONE, POLICY, ROUTER, ARGUMENTS, IMAGE, WEIGHTS, FIRST = (
@@ -170,7 +171,7 @@ def make_plan(
     chosen = _choose(nodes, needed, each, digest[:12], live.release if live else "") if runs else ()
     spares = tuple(n.name for n in nodes if n.carries(each) and n.name not in chosen) if runs else ()
     unstaged = sum(digest[:12] not in n.staged for n in nodes if n.name in {*chosen, *spares})
-    missing = {file.sha256: file.size_bytes for file in lock.files if not blobs_present.get(file.sha256, False)}
+    holding = len(chosen) + len(spares) - unstaged
     return Plan(
         release=release.id,
         change=change,
@@ -180,7 +181,7 @@ def make_plan(
         capacity_mode="double" if runs else "none",
         nodes=chosen,
         spares=spares,
-        bytes_to_pull=sum(missing.values()) if runs else 0,
+        bytes_to_pull=bytes_to_pull(lock, site, blobs_present, unstaged, holding) if runs else 0,
         bytes_to_stage=unstaged * lock.total_bytes if runs else 0,
         objects=tuple(objects) if runs else (),
         pods_started=needed + 1 if runs else 0,

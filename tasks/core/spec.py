@@ -217,6 +217,8 @@ class Staging:
 
     `topology`: `store` (pulled into the store once, read by each node), `exchange` (each node pulls its share from the
     Hub and gets the rest from the others), `hub` (each node pulls everything), or `auto` (the plan picks one).
+    `exchange_origin`: where an owner pulls its share from in an exchange, `hub` or `store`. `p2p_command`: the program
+    by which nodes take files from the Hub in topology `hub`, Dragonfly's `dfget`; empty for none.
     `cache_mode`: `keep` leaves what was written in the page cache, for an engine that starts soon; `drop` does not push
     out what a serving engine has there. Rates are limits in bytes per second, 0 for none: `beside_engine` of writing
     to a node whose GPUs are in use, `scrub` of reading for the scheduled check. `trash_age_s`: how long what was
@@ -224,6 +226,8 @@ class Staging:
     """
 
     topology: str = "auto"
+    exchange_origin: str = "hub"
+    p2p_command: str = ""
     cache_mode: str = "keep"
     beside_engine_bytes_per_s: int = 0
     scrub_bytes_per_s: int = 500_000_000

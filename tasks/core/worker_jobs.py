@@ -6,6 +6,7 @@ A Job carries no release: a lock is staged once for every release that serves it
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Mapping
 
 from tasks.core.fields import at, set_field, volume_of
 from tasks.core.identity import sha256_hex
@@ -18,6 +19,7 @@ LOCK_LABEL = "k2-release.io/lock"
 WRITES_LABEL = "k2-release.io/writes"
 """On Jobs that write weights to a node's disk (`weights`): one lock's at a time on each node."""
 
+DRAGONFLY_DIR = "/var/run/dragonfly"
 _MAX_NAME = 63
 
 
@@ -29,6 +31,11 @@ def pull_job_name(lock_digest: str, puller: int) -> str:
 def stage_job_name(lock_digest: str, node: str) -> str:
     """Return the name of a node's staging Job."""
     return _node_job_name("k2-stage", lock_digest, node)
+
+
+def exchange_job_name(lock_digest: str, node: str) -> str:
+    """Return the name of a node's Job in an exchange."""
+    return _node_job_name("k2-exchange", lock_digest, node)
 
 
 def verify_job_name(lock_digest: str, node: str) -> str:
@@ -88,6 +95,17 @@ def render_stage_job(
         serving: whether GPUs of the node are in use.
         source_wait_s: how long nothing new may come into the store that a pull fills meanwhile; 0 where it is full.
     """
+    arguments = _staging_arguments(lock, site, node, node_uid, serving=serving)
+    if source_wait_s:
+        arguments["source-wait-s"] = source_wait_s
+    name = stage_job_name(lock.digest, node)
+    return _on_node(_render_job(templates["stage-job"], name, site, tool_image, arguments, lock), node, site)
+
+
+def _staging_arguments(
+    lock: Lock, site: Site, node: str, node_uid: str, *, serving: bool
+) -> dict[str, str | int | float | bool]:
+    """Return what every stager is told, wherever its bytes come from."""
     arguments: dict[str, str | int | float | bool] = {
         "root": MODELS_DIR,
         "lock-digest": lock.digest,
@@ -99,10 +117,78 @@ def render_stage_job(
     }
     if serving and site.staging.beside_engine_bytes_per_s:
         arguments["limit-bytes-per-s"] = site.staging.beside_engine_bytes_per_s
-    if source_wait_s:
-        arguments["source-wait-s"] = source_wait_s
-    name = stage_job_name(lock.digest, node)
-    return _on_node(_render_job(templates["stage-job"], name, site, tool_image, arguments, lock), node, site)
+    return arguments
+
+
+def render_exchange_jobs(
+    lock: Lock,
+    site: Site,
+    templates: Templates,
+    tool_image: str,
+    nodes: Mapping[str, str],
+    guests: Mapping[str, str],
+    run: str,
+    serving: Collection[str] = (),
+) -> tuple[Object, ...]:
+    """Return one Job for each node: each pulls its share of the lock and gets the rest from the others.
+
+    Args:
+        lock: what is exchanged.
+        site: whose staging says where an owner pulls from, and what is done beside an engine that serves.
+        templates: the engine's.
+        tool_image: image of the node programs.
+        nodes: name -> uid of the nodes that own the files.
+        guests: name -> uid of nodes that get everything and own nothing; their Jobs come last.
+        run: what these Jobs have in common, and no others.
+        serving: names of nodes whose GPUs are in use.
+    """
+    party = {
+        "nodes": ",".join(nodes),
+        "guests": ",".join(guests),
+        "run": run,
+        "origin": site.staging.exchange_origin,
+    }
+    return tuple(
+        _render_taking_job(lock, site, templates, tool_image, (node, uid), party, node in serving)
+        for node, uid in {**nodes, **guests}.items()
+    )
+
+
+def render_hub_stage_job(
+    lock: Lock, site: Site, templates: Templates, tool_image: str, node: str, node_uid: str, *, serving: bool = False
+) -> Object:
+    """Return the Job that brings the lock's files from the Hub onto one node: an exchange with nobody else in it."""
+    alone = {"nodes": node, "origin": "hub", "fetch-command": site.staging.p2p_command}
+    job = _render_taking_job(lock, site, templates, tool_image, (node, node_uid), alone, serving)
+    if site.staging.p2p_command:
+        _mount_dragonfly(at(job, ("spec", "template", "spec")))
+    return job
+
+
+def _mount_dragonfly(spec: Object) -> None:
+    """Let a pod reach the node's dfdaemon, by the directory of its socket."""
+    spec["volumes"].append({"name": "dragonfly", "hostPath": {"path": DRAGONFLY_DIR, "type": "Directory"}})
+    spec["containers"][0]["volumeMounts"].append({"name": "dragonfly", "mountPath": DRAGONFLY_DIR})
+
+
+def _render_taking_job(
+    lock: Lock,
+    site: Site,
+    templates: Templates,
+    tool_image: str,
+    node: tuple[str, str],
+    party: Mapping[str, str],
+    serving: bool,
+) -> Object:
+    name, uid = node
+    arguments = {
+        **_staging_arguments(lock, site, name, uid, serving=serving),
+        **{option: value for option, value in party.items() if value},
+    }
+    job = _render_job(
+        templates["exchange-job"], exchange_job_name(lock.digest, name), site, tool_image, arguments, lock
+    )
+    return _on_node(job, name, site)
 
 
 def render_probe_job(lock: Lock, site: Site, templates: Templates, tool_image: str, node: str) -> Object:
@@ -131,7 +217,7 @@ def _render_job(template: Object, name: str, site: Site, tool_image: str, argume
     container = at(obj, ("spec", "template", "spec"))["containers"][0]
     container["image"] = tool_image
     container["args"] = words(arguments)
-    container["env"] = _store_environment(site)
+    container["env"] = [*container["env"], *_store_environment(site)]
     return obj
 
 

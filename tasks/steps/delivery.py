@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tasks.core.ways import STORE, topology_of
 from tasks.steps.context import Ports, Subject
+from tasks.steps.jobs import unwatched
 from tasks.steps.journal import recorded
 from tasks.steps.staging import stage_step
 from tasks.steps.together import Together
 from tasks.steps.weights import pull_step
 
 
-def deliver(ports: Ports, subject: Subject, nodes: Sequence[str], spares: Sequence[str]) -> dict[str, Any]:
+def deliver(
+    ports: Ports, subject: Subject, nodes: Sequence[str], spares: Sequence[str], planned: str = ""
+) -> dict[str, Any]:
     """Bring the lock's files into the store and onto the nodes, and return what was recorded of `stage`.
 
     Each is a step of its own in the ledger. Staging begins when the pull has found what is missing, and takes each file
-    as soon as the store holds it verified; where nothing is missing it comes after, and nothing is waited for.
+    as soon as the store holds it verified; where nothing is missing it comes after, and nothing is waited for. In an
+    exchange it comes after too: its nodes take from the store what is there. `planned` is the plan's topology.
 
     Raises:
         K2Error: what failed first. If that was the pull, the stagers are ended at once; if it was staging, the pullers
@@ -30,12 +35,13 @@ def deliver(ports: Ports, subject: Subject, nodes: Sequence[str], spares: Sequen
             ports,
             release,
             "stage",
-            lambda: stage_step(ports, subject, nodes, spares, beside_pull=beside_pull, watch=watch),
+            lambda: stage_step(ports, subject, nodes, spares, beside_pull=beside_pull, watch=watch, planned=planned),
         )
 
     def pull() -> dict[str, Any]:
         begin_staging = lambda: both.begin("stage", lambda: stage(beside_pull=True))  # noqa: E731
-        return pull_step(ports, subject, begin_staging, both.watch("pull"))
+        beside = topology_of(ports.site, planned) == STORE
+        return pull_step(ports, subject, begin_staging if beside else unwatched, both.watch("pull"), planned=planned)
 
     both.first("pull", lambda: recorded(ports, release, "pull", pull))
     return dict(both.second()) if both.begun else stage(beside_pull=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +87,13 @@ def follow_jobs(
     *,
     stop_at_failure: bool,
     watch: Watch = unwatched,
+    optional: Collection[str] = (),
+    optional_s: Callable[[float], float] = lambda _: 0.0,
 ) -> list[JobResult | K2Error]:
     """Do as `run_jobs` does, but return a failed Job's error in its place; the first one is raised where wanted.
 
     Also a Job whose node is lost, or that is not done before the deadline, has failed; it keeps no other from ending.
+    Jobs named in `optional` are waited for `optional_s(elapsed)` seconds more when all others have ended.
     """
     running = _attach_or_start(ports, jobs)
     nodes, deadline = _Nodes(ports), Deadline(ports, deadline_s)
@@ -105,6 +108,8 @@ def follow_jobs(
             results |= nodes.lost(waiting)
             waiting = [job for job in waiting if job.name not in results]
             obstacles.look({job.name: job.uid for job in waiting}, known_pods)
+            if optional and waiting and {job.name for job in waiting} <= set(optional):
+                deadline, optional = Deadline(ports, optional_s(deadline.elapsed_s)), ()
             results |= _too_late(step, waiting, deadline, obstacles)
             if stop_at_failure:
                 for result in results.values():

@@ -8,7 +8,8 @@ from typing import Any
 from tasks.core.demand import demand_of
 from tasks.core.quota import check_quotas
 from tasks.core.render import render_serving
-from tasks.core.worker_jobs import render_probe_job, render_pull_jobs, render_stage_job
+from tasks.core.ways import STORE, pulls_into_store, topology_of
+from tasks.core.worker_jobs import render_hub_stage_job, render_probe_job, render_pull_jobs, render_stage_job
 from tasks.steps.context import Ports, Subject
 
 _KINDS = ("LeaderWorkerSet", "Deployment", "Service", "HTTPRoute", "Job")
@@ -32,12 +33,15 @@ def check_room(ports: Ports, subject: Subject, chosen: Sequence[str], staged: Se
     def staging(nodes: Sequence[str]) -> list[dict[str, Any]]:
         return [render_stage_job(lock, site, templates, tool, node, "") for node in nodes]
 
-    jobs = {
-        "preflight": [render_probe_job(lock, site, templates, tool, node) for node in chosen],
+    jobs = {"preflight": [render_probe_job(lock, site, templates, tool, node) for node in chosen]}
+    if topology_of(site) == STORE:
         # Both at the same time; spares come after.
-        "pull and stage": [*render_pull_jobs(lock, site, templates, tool), *staging(chosen)],
-        "stage spares": staging([node for node in staged if node not in chosen]),
-    }
+        jobs["pull and stage"] = [*render_pull_jobs(lock, site, templates, tool), *staging(chosen)]
+        jobs["stage spares"] = staging([node for node in staged if node not in chosen])
+    else:
+        if pulls_into_store(site):
+            jobs["pull"] = [*render_pull_jobs(lock, site, templates, tool)]
+        jobs["stage"] = [render_hub_stage_job(lock, site, templates, tool, node, "") for node in staged]
     serving = render_serving(subject.release, lock, site, templates)
     there = [obj for kind in _KINDS for obj in ports.cluster.list_objects(kind)]
     check_quotas(quotas, demand_of(serving, jobs, there, ports.cluster.list_objects("Pod")), site.namespace)

@@ -13,9 +13,11 @@ from tasks.core.lock import Lock
 from tasks.core.marker import Marker, check_marker_against_lock, marker_from_data
 from tasks.core.render import staged_label
 from tasks.core.units import format_bytes
+from tasks.core.ways import STORE, topology_of
 from tasks.core.worker_jobs import render_stage_job
 from tasks.steps.capacity import read_nodes
 from tasks.steps.context import Ports, Subject
+from tasks.steps.exchanging import Party, exchange, holding_all
 from tasks.steps.jobs import JobResult, Watch, end_jobs, follow_jobs, run_jobs, unwatched
 from tasks.steps.node_holder import NodeHolder
 from tasks.steps.together import HaltedError
@@ -40,6 +42,7 @@ def stage_step(
     *,
     beside_pull: bool = False,
     watch: Watch = unwatched,
+    planned: str = "",
 ) -> dict[str, Any]:
     """Stage the lock on the chosen nodes and on the spares, read all markers, and label the nodes.
 
@@ -54,6 +57,7 @@ def stage_step(
         spares: further ones.
         beside_pull: whether the store is still being filled; the stagers wait for what is missing there.
         watch: called while Jobs run; what it raises ends the step.
+        planned: the topology that the plan has picked; see `topology_of` for which one counts.
 
     Raises:
         IntegrityError: a node's bytes or marker are wrong; all chosen nodes lose their label.
@@ -61,14 +65,15 @@ def stage_step(
         HaltedError: the pull has failed; the stagers are told to stop.
     """
     work = _Work(ports, subject, node_uids(ports, [*nodes, *spares]), nodes_in_use(ports))
-    began = ports.clock.now()
+    topology = topology_of(ports.site, planned)
     try:
-        rows = _stage_chosen(work, nodes, beside_pull, watch)
+        if topology == STORE:
+            rows, spare_rows = _through_store(work, nodes, spares, beside_pull, watch)
+        else:
+            rows, spare_rows = _without_store(work, nodes, spares, topology, watch)
     except IntegrityError:
         _unlabel(ports, subject.lock, nodes)
         raise
-    deadline_s = max(_SPARE_DEADLINE_S, 2 * (ports.clock.now() - began))
-    spare_rows = _stage_spares(work, spares, deadline_s)
     for row in [*rows, *(r for r in spare_rows if r["outcome"] == "verified")]:
         ports.cluster.merge_patch(
             "Node", row["node"], {"metadata": {"labels": {staged_label(subject.lock.digest): "true"}}}
@@ -84,6 +89,28 @@ def stage_step(
         "work": [{"node": row["node"], **_told(row)} for row in everything if _told(row)],
         "note": _note(rows, spare_rows, written),
     }
+
+
+def _through_store(
+    work: _Work, nodes: Sequence[str], spares: Sequence[str], beside_pull: bool, watch: Watch
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Stage the chosen nodes and then the spares from the store, and return the rows of both."""
+    began = work.ports.clock.now()
+    rows = _stage_chosen(work, nodes, beside_pull, watch)
+    deadline_s = max(_SPARE_DEADLINE_S, 2 * (work.ports.clock.now() - began))
+    return rows, _stage_spares(work, spares, deadline_s)
+
+
+def _without_store(
+    work: _Work, nodes: Sequence[str], spares: Sequence[str], topology: str, watch: Watch
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Let all nodes exchange the weights, or pull them, at the same time, and return the rows of both kinds."""
+    ports, lock = work.ports, work.subject.lock
+    party = Party(topology, tuple(nodes), tuple(spares), work.uids, work.in_use)
+    with holding_all(ports, work.subject, party, _BUSY_WAIT_S, watch) as held:
+        done, ended = exchange(ports, work.subject, held, _SPARE_DEADLINE_S)
+        rows = [_barrier(ports, lock, node, result.message) for node, result in zip(nodes, done, strict=True)]
+        return rows, [_spare_row(ports, lock, node, ended[node]) for node in spares]
 
 
 @dataclass(frozen=True)

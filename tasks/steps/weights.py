@@ -9,6 +9,7 @@ from tasks.core.errors import UnavailableError
 from tasks.core.lock import Lock
 from tasks.core.render import ROLE_LABEL
 from tasks.core.units import format_bytes
+from tasks.core.ways import pulls_into_store
 from tasks.core.worker_jobs import render_pull_jobs
 from tasks.ports import Store
 from tasks.steps.context import Ports, Subject
@@ -28,17 +29,27 @@ def blobs_present(store: Store, lock: Lock) -> dict[str, bool]:
 
 
 def pull_step(
-    ports: Ports, subject: Subject, begun: Callable[[], None] = unwatched, watch: Watch = unwatched
+    ports: Ports,
+    subject: Subject,
+    begun: Callable[[], None] = unwatched,
+    watch: Watch = unwatched,
+    *,
+    planned: str = "",
 ) -> dict[str, Any]:
     """Bring every file of the lock into the store, verified in the same pass; what is there already moves no byte.
+
+    Where the nodes pull from the Hub themselves (see `topology_of`), nothing is to be done here.
 
     Args:
         ports: of the site.
         subject: the release.
         begun: called once if something is missing, before the pullers start.
         watch: called while they work; what it raises ends the step, and the pullers go on.
+        planned: the topology that the plan has picked.
     """
     lock = subject.lock
+    if not pulls_into_store(ports.site, planned):
+        return {"outcome": "unchanged", "bytes_fetched": 0, "note": "the nodes pull from the Hub themselves"}
     present = blobs_present(ports.store, lock)
     missing = [file for file in lock.files if not present[file.sha256]]
     if not missing:

@@ -326,7 +326,7 @@ class World:
         lock = lock_from_data(json.loads(self.store.objects[f"locks/{options['--lock-digest']}.json"]))
         if module == "tasks.node.pull":
             return {"bytes_fetched": sum(self._pull(lock, int(options["--puller"]), int(options["--of"])))}
-        if module == "tasks.node.stage":
+        if module in ("tasks.node.stage", "tasks.node.exchange"):
             return self._stage(lock, options["--node"], options["--node-uid"])
         return {"node": options["--node"], "checked": len(lock.files)}
 

@@ -30,6 +30,7 @@ def rendered():
     jobs = (
         *worker_jobs.render_pull_jobs(lock, site, templates, tool),
         worker_jobs.render_stage_job(lock, site, templates, tool, "node-1", "00000000-0000-0000-0000-000000000001"),
+        *worker_jobs.render_exchange_jobs(lock, site, templates, tool, {"node-1": "uid-1"}, {"node-2": "uid-2"}, "r1"),
         worker_jobs.render_verify_job(lock, site, templates, tool, "node-1"),
     )
     digests = {

@@ -28,7 +28,16 @@ from tests.fakes.site_files import write_release, write_site
 from tests.fakes.small_world import World, release
 
 OLD, NEW = release("k2-old-1"), release("k2-new-1", args={"decode-log-interval": 7})
-EMBEDDED = [["--full"], ["--first"], ["--keep"], ["--stop"], ["--site-only"], ["--dir", "d"], ["--seed", "0"]]
+EMBEDDED = [
+    ["--full"],
+    ["--first"],
+    ["--keep"],
+    ["--stop"],
+    ["--site-only"],
+    ["--dir", "d"],
+    ["--seed", "0"],
+    ["--topology", "hub"],
+]
 
 
 @dataclass
