@@ -266,6 +266,11 @@ def _add_rehearse(commands: Commands) -> None:
     command.add_argument(
         "--dir", default="", metavar="D", help="where the site lives (default: a new temporary directory)"
     )
+    command.add_argument(
+        "--topology",
+        choices=("auto", "store", "exchange", "hub"),
+        help="how weights come onto the nodes: staging.topology of the site (default: auto)",
+    )
     command.add_argument("--seed", type=int, help="seed of the model's weights (default: 1)")
 
 

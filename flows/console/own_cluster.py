@@ -22,7 +22,7 @@ from tasks.core.spec import Release, Site
 from tasks.specs import find_release, load_base
 from tasks.steps.site_setup import set_up_site
 
-_OF_THE_EMBEDDED = ("full", "first", "keep", "stop", "site_only", "dir", "seed")
+_OF_THE_EMBEDDED = ("full", "first", "keep", "stop", "site_only", "dir", "topology", "seed")
 _OF_A_SITE = ("kubeconfig", "context", "releases")
 
 

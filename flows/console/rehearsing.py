@@ -50,7 +50,8 @@ def _rehearse_embedded(args: Namespace) -> int:
     began = time.monotonic()
     programs = embedded.prepare(say)
     built_s = time.monotonic() - began
-    options = embedded.SiteOptions(directory, 32 if args.full else 6, _SEED if args.seed is None else args.seed, keep)
+    seed = _SEED if args.seed is None else args.seed
+    options = embedded.SiteOptions(directory, 32 if args.full else 6, seed, keep, args.topology or "auto")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with embedded.RehearsalSite(options, say) as site:
         run = EmbeddedRehearsal(site, args, Programme(OLD, NEW, built_s=built_s), programs)

@@ -48,12 +48,13 @@ SIMULATED = (
 
 @dataclass(frozen=True)
 class SiteOptions:
-    """What kind of site: where it lives, how many nodes of 8 GPUs, seeds of the two revisions, kept or not."""
+    """What kind of site: where it lives, nodes of 8 GPUs, seed of the two revisions, kept or not, ways of weights."""
 
     directory: Path
     nodes: int
     seed: int
     keep: bool
+    topology: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -319,6 +320,7 @@ class RehearsalSite:
             "prefect_api_url": self.prefect.api_url,
             "node_selector": {"k2-release.io/pool": "h200"},
             "nvme_path": NVME_PATH,
+            "staging": {"topology": self.options.topology},
             "usd_per_gpu_hour": 2.3,
             "pullers": 2,
             "lease_duration_s": 10,
