@@ -1,7 +1,8 @@
 """What the nodes of an exchange say of themselves, and what another node makes of it: who is there, awaited or gone.
 
-No clocks are compared. A node counts its own beats; that the count has changed since it was last read, by the reader's
-own clock, is what shows that it lives.
+No clocks are compared. A node writes a small object again and again, with a count in it; that the object has changed
+since it was last listed, by the reader's own clock, is what shows that the node lives. Where it can be asked stands in
+a note beside that, which is written when it changes and read when it has changed.
 """
 
 from __future__ import annotations
@@ -34,21 +35,20 @@ class Standing(Enum):
 class Note:
     """What a node says of itself: where it can be asked and with which token.
 
-    `run` is the run that its Job was started by, `boot` is drawn anew by each process, `beat` counts. A node that has
-    LEFT says no more where it was.
+    `run` is the run that its Job was started by, `boot` is drawn anew by each process. A node that has LEFT says no
+    more where it was.
     """
 
     node: str
     run: str
     boot: str
-    beat: int
     state: str
     url: str
     token: str = field(repr=False)
 
     def to_bytes(self) -> bytes:
         """Return the note as it is stored."""
-        fields = ("node", "run", "boot", "beat", "state", "url", "token")
+        fields = ("node", "run", "boot", "state", "url", "token")
         return canonical_bytes({"version": NOTE_VERSION, **{name: getattr(self, name) for name in fields}})
 
 
@@ -60,7 +60,6 @@ def note_from_bytes(data: bytes) -> Note | None:
             str(found["node"]),
             str(found["run"]),
             str(found["boot"]),
-            int(found["beat"]),
             str(found["state"]),
             str(found["url"]),
             str(found["token"]),
@@ -98,17 +97,19 @@ class Sighting:
         self._strikes = 0
         self._struck = 0.0
         self._lies = 0
+        self._beat = ""
         self.note: Note | None = None
 
-    def see(self, note: Note | None) -> None:
-        """Take in what the node says of itself now; None if it says nothing."""
-        before, self.note = self.note, note
-        if note is None or (before is not None and (before.boot, before.beat) == (note.boot, note.beat)):
+    def see(self, note: Note | None, beat: str) -> None:
+        """Take in what the node says of itself now, None if it says nothing, and what its heartbeat is now."""
+        before, self.note = (self.note, self._beat), note
+        self._beat = beat
+        if note is None or before == (note, beat):
             return
-        if before is None and note.run != self._run:
+        if before[0] is None and note.run != self._run:
             # Left there by a process that may be long dead: its next beat will tell.
             return
-        if before is None or before.boot != note.boot:
+        if before[0] is None or before[0].boot != note.boot:
             self._strikes = self._lies = 0
         self._changed = self._now()
 

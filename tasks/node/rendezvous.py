@@ -1,7 +1,8 @@
 """Where the nodes of an exchange find each other: a small object of each in the store, which it writes as a heartbeat.
 
-`exchange/<lock digest>/<node>.json`. Only who has the store's credentials can read the tokens in there. A store that is
-away for a while ages nobody: what cannot be read says nothing of the nodes.
+`exchange/<lock digest>/<node>.json` is its note, `.../<node>.beat` its heartbeat. Only who has the store's credentials
+can read the tokens in there. One listing a beat shows all heartbeats; a note is read when it has changed, so that many
+nodes are no load. A store that is away for a while ages nobody: what cannot be read says nothing of the nodes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tasks.ports import Store
 
 _END_S = 10.0
+_NOTE, _BEAT = ".json", ".beat"
 
 
 def prefix(lock_digest: str) -> str:
@@ -55,14 +57,17 @@ class Rendezvous:
     ) -> None:
         self._store = store
         self._prefix = prefix(lock_digest)
-        self._key = f"{self._prefix}{node}.json"
         self._node, self._run, self._boot = node, run, secrets.token_hex(8)
         self._address = address
         self._beat_s = beat_s
-        self._beat, self._state, self._etag = 0, WORKING, ""
+        self._beats, self._state = 0, WORKING
+        self._written: dict[str, str] = {}
+        """Etags of what this node wrote last, by key."""
+        self._said: Note | None = None
         self._heard = _HeardTime(beat_s)
         self._sightings = {other: Sighting(run, patience, self._heard.now) for other in others}
-        self._etags: dict[str, str] = {}
+        self._read: dict[str, tuple[str, Note | None]] = {}
+        """Notes as they were read, with their etags, by node."""
         self._lock = threading.RLock()
         self._woken, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run_beats, name="rendezvous", daemon=True)
@@ -146,45 +151,63 @@ class Rendezvous:
             self._woken.clear()
 
     def _say_here(self) -> None:
-        self._beat += 1
+        """Write the note if it has changed, and the heartbeat."""
         url, token = self._address() if self._state != LEFT else ("", "")
-        data = Note(self._node, self._run, self._boot, self._beat, self._state, url, token).to_bytes()
+        note = Note(self._node, self._run, self._boot, self._state, url, token)
+        self._beats += 1
+        if note != self._said and self._wrote(self._key(self._node, _NOTE), note.to_bytes()):
+            self._said = note
+        if not self.superseded and self._state != LEFT:
+            self._wrote(self._key(self._node, _BEAT), f"{self._boot} {self._beats}".encode())
+
+    def _wrote(self, key: str, data: bytes) -> bool:
+        """Write what this node says of itself; return False, and notice it, if another process speaks for it now."""
         try:
-            self._etag = self._store.put(self._key, data, if_match=self._etag)
+            self._written[key] = self._store.put(key, data, if_match=self._written.get(key, ""))
         except ConflictError:
             # Either another process speaks for this node, or our last write had no answer and yet was made.
-            found, etag = self._store.get(self._key)
-            theirs = note_from_bytes(found)
-            if theirs is None or theirs.boot != self._boot:
+            if not self._is_ours(key):
                 self.superseded = True
                 say(f"another process exchanges for {self._node} now: leaving it to that one")
-            else:
-                self._etag = etag
+            return False
+        return True
+
+    def _is_ours(self, key: str) -> bool:
+        try:
+            found, etag = self._store.get(key)
         except KeyError:
-            self._etag = ""
+            self._written.pop(key)
+            return True
+        self._written[key] = etag
+        return self._boot.encode() in found
+
+    def _key(self, node: str, kind: str) -> str:
+        return f"{self._prefix}{node}{kind}"
 
     def _look(self) -> None:
-        """Read the notes that have changed."""
+        """List everything, and read the notes that have changed."""
         listed = {item.key: item.etag for item in self._store.list_objects(self._prefix)}
-        found: dict[str, Note | None] = {}
+        seen: dict[str, tuple[Note | None, str]] = {}
         for node in self._sightings:
-            key = f"{self._prefix}{node}.json"
-            if key in listed and self._etags.get(node) != listed[key]:
-                try:
-                    data, self._etags[node] = self._store.get(key)
-                except KeyError:
-                    continue
-                found[node] = note_from_bytes(data)
-            elif key not in listed:
-                self._etags.pop(node, None)
-                found[node] = None
-        self._take_in(found)
+            etag = listed.get(self._key(node, _NOTE), "")
+            known, note = self._read.get(node, ("", None))
+            if etag != known:
+                note = self._noted(node) if etag else None
+                self._read[node] = (etag, note)
+            seen[node] = (note, listed.get(self._key(node, _BEAT), ""))
+        self._take_in(seen)
 
-    def _take_in(self, found: Mapping[str, Note | None]) -> None:
+    def _noted(self, node: str) -> Note | None:
+        try:
+            return note_from_bytes(self._store.get(self._key(node, _NOTE))[0])
+        except KeyError:
+            return None
+
+    def _take_in(self, seen: Mapping[str, tuple[Note | None, str]]) -> None:
         with self._lock:
             self._heard.hear()
-            for node, note in found.items():
-                self._sightings[node].see(note)
+            for node, (note, beat) in seen.items():
+                self._sightings[node].see(note, beat)
 
 
 class _HeardTime:

@@ -121,9 +121,12 @@ def _all_done(ports: Ports, nodes: Sequence[str], ended: Sequence[JobResult | K2
 def _sweep_notes(ports: Ports, lock: Lock) -> None:
     """Remove what nodes that have left said of themselves; nobody reads it any more."""
     for item in ports.store.list_objects(f"exchange/{lock.digest}/"):
+        if not item.key.endswith(".json"):
+            continue
         try:
             note = note_from_bytes(ports.store.get(item.key)[0])
         except KeyError:
             continue
         if note is not None and note.state == LEFT:
+            ports.store.delete(f"{item.key.removesuffix('.json')}.beat")
             ports.store.delete(item.key)

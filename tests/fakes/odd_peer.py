@@ -59,8 +59,9 @@ def odd_peer(
         while not ended.is_set():
             if peer.beats:
                 count += 1
-                note = Note(node, "run-1", f"odd-{node}", count, WORKING, peer.url, "odd-token")
+                note = Note(node, "run-1", f"odd-{node}", WORKING, peer.url, "odd-token")
                 store.put(f"{prefix(lock_digest)}{node}.json", note.to_bytes())
+                store.put(f"{prefix(lock_digest)}{node}.beat", str(count).encode())
             time.sleep(0.05)
 
     threads = [

@@ -118,15 +118,16 @@ def test_a_spare_that_hangs_is_waited_for_some_minutes():
 def test_notes_of_nodes_that_have_left_are_removed_and_others_not():
     made, subject = world()
     left, there = (
-        Note(node, "r", "b", 1, state, "http://127.0.0.1:1", "t")
+        Note(node, "r", "b", state, "http://127.0.0.1:1", "t")
         for node, state in (("node-1", LEFT), ("node-2", WORKING))
     )
     for note in (left, there):
         made.store.objects[f"exchange/{subject.lock.digest}/{note.node}.json"] = note.to_bytes()
+        made.store.objects[f"exchange/{subject.lock.digest}/{note.node}.beat"] = b"1"
     stage_step(made.ports(), subject, CHOSEN, ())
-    assert [key for key in made.store.objects if key.startswith("exchange/")] == [
-        f"exchange/{subject.lock.digest}/node-2.json"
-    ]
+    assert {key for key in made.store.objects if key.startswith("exchange/")} == {
+        f"exchange/{subject.lock.digest}/node-2{kind}" for kind in (".json", ".beat")
+    }
 
 
 @pytest.mark.parametrize("topology", ["exchange", "hub"])
