@@ -20,7 +20,7 @@ from tasks.core.standing import Patience, Standing
 from tasks.node.fetching import Fetch
 from tasks.node.peer_source import NeverError, NotHeldError, NotYetError, Pace, PeerSource
 from tasks.node.program import ProgressLines, Stop, StoppedError, say
-from tasks.node.rendezvous import Rendezvous
+from tasks.node.rendezvous import Rendezvous, say_left
 from tasks.node.shard_queue import Reply, ShardQueue, Take, Wanted, Way
 from tasks.node.shard_server import Holdings, ShardServer, Tokens
 from tasks.node.sources import StoreSource
@@ -111,7 +111,12 @@ class ExchangeStager(Stager):
     def exchange(self, lock_wait_s: float) -> dict[str, Any]:
         """Stage, then serve the others until they have everything; return the outcome."""
         with self._context:
-            outcome = self.stage(self._manner.threads, lock_wait_s)
+            try:
+                outcome = self.stage(self._manner.threads, lock_wait_s)
+            except K2Error:
+                if self._others and self._server is None:
+                    say_left(self._store, self._lock.digest, self._node.name, self._party.run)
+                raise
             self._serve_on()
             return fitted(
                 {

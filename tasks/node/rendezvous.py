@@ -30,6 +30,13 @@ def prefix(lock_digest: str) -> str:
     return f"exchange/{lock_digest}/"
 
 
+def say_left(store: Store, lock_digest: str, node: str, run: str) -> None:
+    """Say of a node that fails before it takes part that it has left, so that nobody waits for it to come."""
+    note = Note(node, run, secrets.token_hex(8), LEFT, "", "")
+    with contextlib.suppress(K2Error):
+        store.put(f"{prefix(lock_digest)}{node}{_NOTE}", note.to_bytes())
+
+
 class Rendezvous:
     """Says again and again that this node is there, and keeps what the others say, while its context is open.
 

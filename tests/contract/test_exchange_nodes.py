@@ -96,7 +96,7 @@ class Running:
         self.log.unlink(missing_ok=True)
         command = [sys.executable, "-m", "tasks.node.exchange", "--lock-digest", site.lock.digest, "--root", str(root)]
         command += ["--node", node, "--node-uid", f"uid-{node}", "--nodes", ",".join(NODES), "--run", run]
-        command += ["--lost-s", "3", "--join-s", "20"]
+        command += ["--lost-s", "10", "--join-s", "60"]
         address = site.subnet.address(9, 1 + NODES.index(node))
         own = {"POD_IP": address, "K2_TERMINATION_LOG": str(self.log)}
         self.process = subprocess.Popen(
