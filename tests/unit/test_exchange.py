@@ -55,6 +55,9 @@ MANNER = Manner(
 class CountingHub(MemoryHub):
     """Counts how often each file was asked for, and fails where a test wants it to."""
 
+    def __repr__(self) -> str:
+        return "in memory"
+
     def open_file(self, repo: str, revision: str, path: str, offset: int) -> Iterator[bytes]:
         self.fault(path)
         return super().open_file(repo, revision, path, offset)
