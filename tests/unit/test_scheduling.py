@@ -181,5 +181,5 @@ def test_everything_that_runs_on_gpu_nodes_tolerates_the_same_taints():
         == ""
     )
     groups = [templates[role]["spec"]["leaderWorkerTemplate"]["workerTemplate"] for role in ("prefill", "decode")]
-    jobs = [templates[job]["spec"]["template"] for job in ("probe-job", "stage-job", "verify-job")]
-    assert [pod["spec"]["tolerations"] for pod in (*groups, *jobs)] == [tolerations] * 5
+    jobs = [templates[job]["spec"]["template"] for job in ("probe-job", "stage-job", "exchange-job", "verify-job")]
+    assert [pod["spec"]["tolerations"] for pod in (*groups, *jobs)] == [tolerations] * 6

@@ -69,6 +69,16 @@ def test_site_without_token_file_keeps_it_empty(tmp_path, site_data):
     assert specs.load_site(write(tmp_path / "site.yaml", site_data)).hub.token_file == ""
 
 
+def test_dragonfly_is_for_a_site_whose_nodes_pull_from_the_hub(tmp_path, site_data):
+    site_data["staging"] = {"topology": "hub", "p2p_command": "dfget"}
+    staging = specs.load_site(write(tmp_path / "site.yaml", site_data)).staging
+    assert (staging.topology, staging.p2p_command, staging.exchange_origin) == ("hub", "dfget", "hub")
+    for wrong in ({"topology": "exchange", "p2p_command": "dfget"}, {"topology": "hub", "p2p_command": "dfget; rm"}):
+        site_data["staging"] = wrong
+        with pytest.raises(InputError, match="staging"):
+            specs.load_site(write(tmp_path / "site.yaml", site_data))
+
+
 def test_overrides_change_and_remove_options():
     profile, release = specs.load_profile("h200x16-4p12d"), specs.load_release(RELEASE)
     before, after = profile.group("decode").args, release.profile.group("decode").args

@@ -74,6 +74,33 @@ def test_each_node_is_alone_where_each_pulls_from_the_hub():
     ]
 
 
+def pod_of(made, node):
+    name = next(
+        n for kind, n in made.cluster.objects if kind == "Job" and n.startswith("k2-exchange") and n.endswith(node)
+    )
+    return made.cluster.objects["Job", name]["spec"]["template"]["spec"]
+
+
+def test_a_node_serves_on_its_pods_address_and_takes_secrets_by_reference():
+    made, subject = world()
+    stage_step(made.ports(), subject, CHOSEN, SPARES)
+    container = pod_of(made, "node-1")["containers"][0]
+    environment = {item["name"]: item for item in container["env"]}
+    assert environment["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    assert environment["K2_STORE_SECRET_KEY"]["valueFrom"]["secretKeyRef"]["name"] == "k2-store"
+    assert container["ports"][0]["containerPort"] == 30070
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_dragonflys_socket_is_mounted_where_its_program_is_used_and_nowhere_else():
+    for command in ("", "dfget"):
+        made, subject = world("hub", p2p_command=command)
+        stage_step(made.ports(), subject, CHOSEN, ())
+        mounted = [volume["name"] for volume in pod_of(made, "node-1")["volumes"]]
+        assert mounted == ["models", *(["dragonfly"] if command else [])]
+        assert {o.get("--fetch-command", "") for o in options(made, "k2-exchange-")} == {command}
+
+
 def test_a_chosen_node_that_fails_fails_the_step_after_the_others_have_ended():
     made, subject = world()
     error = CapacityError("K2-CAP-002", "The disk is full.", where="node-1")
