@@ -29,7 +29,7 @@ class Quarantine:
         self._place = directory / QUARANTINE_DIR
         self._lock = threading.RLock()
 
-    def take(self, path: str, reason: str, sha256: str = "", expected: str = "") -> None:
+    def take(self, path: str, reason: str, sha256: str = "", expected: str = "", was: str = "") -> None:
         """Move a file there, durably, with a note beside it; older ones than the newest few are deleted.
 
         Args:
@@ -37,17 +37,18 @@ class Quarantine:
             reason: what is wrong, in few words.
             sha256: of its bytes, where they were read.
             expected: the sha256 that the lock has for the path, if it has one.
+            was: the path that it had, where a right file stands under that one already.
         """
         with self._lock:
-            self._take(path, reason, sha256, expected)
+            self._take(path, reason, sha256, expected, was or path)
             self.sweep()
 
-    def _take(self, path: str, reason: str, sha256: str, expected: str) -> None:
+    def _take(self, path: str, reason: str, sha256: str, expected: str, was: str) -> None:
         source = self._directory / path
         make_directory(self._place)
         number = max(self._numbers(), default=0) + 1
         note = {
-            "path": path,
+            "path": was,
             "size_bytes": source.lstat().st_size,
             "sha256": sha256,
             "expected_sha256": expected,
