@@ -15,7 +15,7 @@ from tasks.core.render import MODELS_DIR, Arguments, Object, Templates, words
 from tasks.core.spec import Site
 
 LOCK_LABEL = "k2-release.io/lock"
-"""On every worker Job: the first 12 hex digits of the lock that it is about."""
+"""On every worker Job of a lock: the first 12 hex digits of the lock that it is about."""
 WRITES_LABEL = "k2-release.io/writes"
 """On Jobs that write weights to a node's disk (`weights`): one lock's at a time on each node."""
 
@@ -46,6 +46,16 @@ def verify_job_name(lock_digest: str, node: str) -> str:
 def probe_job_name(lock_digest: str, node: str) -> str:
     """Return the name of a node's probe Job."""
     return _node_job_name("k2-probe", lock_digest, node)
+
+
+def scrub_job_name(lock_digest: str, node: str) -> str:
+    """Return the name of a node's scrub Job."""
+    return _node_job_name("k2-scrub", lock_digest, node)
+
+
+def collect_job_name(node: str) -> str:
+    """Return the name of the Job that lists and collects on a node: one at a time, whatever its order."""
+    return _node_job_name("k2", "collect", node)
 
 
 def _node_job_name(prefix: str, lock_digest: str, node: str) -> str:
@@ -210,10 +220,34 @@ def render_verify_job(lock: Lock, site: Site, templates: Templates, tool_image: 
     return _on_node(_render_job(templates["verify-job"], name, site, tool_image, arguments, lock), node, site)
 
 
-def _render_job(template: Object, name: str, site: Site, tool_image: str, arguments: Arguments, lock: Lock) -> Object:
+def render_scrub_job(lock: Lock, site: Site, templates: Templates, tool_image: str, node: str, node_uid: str) -> Object:
+    """Return the Job that reads the lock's files on one node again and puts right what has rotted."""
+    arguments: Arguments = {
+        "root": MODELS_DIR,
+        "lock-digest": lock.digest,
+        "node": node,
+        "node-uid": node_uid,
+        "limit-bytes-per-s": site.staging.scrub_bytes_per_s,
+        "repair-bytes-per-s": site.staging.beside_engine_bytes_per_s,
+        "reserve-bytes": site.reserve_bytes,
+    }
+    name = scrub_job_name(lock.digest, node)
+    return _on_node(_render_job(templates["scrub-job"], name, site, tool_image, arguments, lock), node, site)
+
+
+def render_collect_job(site: Site, templates: Templates, tool_image: str, node: str, order: str = "") -> Object:
+    """Return the Job that lists one node's checkpoints, or carries out an order (sha256 of its document) there."""
+    arguments: Arguments = {"root": MODELS_DIR, "node": node, **({"order": order} if order else {})}
+    job = _render_job(templates["collect-job"], collect_job_name(node), site, tool_image, arguments, None)
+    return _on_node(job, node, site)
+
+
+def _render_job(
+    template: Object, name: str, site: Site, tool_image: str, arguments: Arguments, lock: Lock | None
+) -> Object:
     obj = copy.deepcopy(template)
     obj["metadata"] |= {"name": name, "namespace": site.namespace}
-    obj["metadata"]["labels"] |= {LOCK_LABEL: lock.digest[:12]}
+    obj["metadata"]["labels"] |= {LOCK_LABEL: lock.digest[:12]} if lock is not None else {}
     container = at(obj, ("spec", "template", "spec"))["containers"][0]
     container["image"] = tool_image
     container["args"] = words(arguments)

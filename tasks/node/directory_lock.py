@@ -73,13 +73,23 @@ def undisturbed(root: Path, revision: str) -> Iterator[bool]:
     with contextlib.ExitStack() as stack:
         free = True
         for path in paths:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = _open_without_trace(path)
             stack.callback(os.close, fd)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 free = False
         yield free
+
+
+def _open_without_trace(path: Path) -> int:
+    """Return a descriptor of a lock's file; one that has to be made gets a time that says that nobody took it yet."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        os.utime(fd, ns=(0, 0))
+        return fd
 
 
 def taken_at_ns(root: Path, revision: str) -> int:

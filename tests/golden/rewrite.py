@@ -32,6 +32,8 @@ def rendered():
         worker_jobs.render_stage_job(lock, site, templates, tool, "node-1", "00000000-0000-0000-0000-000000000001"),
         *worker_jobs.render_exchange_jobs(lock, site, templates, tool, {"node-1": "uid-1"}, {"node-2": "uid-2"}, "r1"),
         worker_jobs.render_verify_job(lock, site, templates, tool, "node-1"),
+        worker_jobs.render_scrub_job(lock, site, templates, tool, "node-1", "00000000-0000-0000-0000-000000000001"),
+        worker_jobs.render_collect_job(site, templates, tool, "node-1", "0e" * 32),
     )
     digests = {
         "lock": lock.digest,
