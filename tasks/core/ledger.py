@@ -17,6 +17,8 @@ from tasks.core.spec import plain
 
 LEDGER_VERSION = 1
 STARTED, FINISHED, FAILED = "started", "finished", "failed"
+CARE = "_care"
+"""In place of a release's id, which it cannot be: the ledger of scrubs and collections, which are of the whole site."""
 STEPS = (
     "lock",
     "plan",

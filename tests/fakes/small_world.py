@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tasks.core.errors import K2Error
 from tasks.core.identity import sha256_hex
 from tasks.core.lock import Lock, lock_from_data
 from tasks.core.marker import Marker, StagedFile
@@ -309,7 +310,10 @@ class World:
         container = job["spec"]["template"]["spec"]["containers"][0]
         options = dict(zip(*[iter(shlex.split(shlex.join(container["args"])))] * 2, strict=True))
         error = next((e for start, e in self.broken_jobs.items() if name.startswith(start)), None)
-        message = error or self._program(container["command"][-1], options)
+        try:
+            message = error or self._program(container["command"][-1], options)
+        except K2Error as failure:
+            message = error = failure.as_data()
         labels = {"batch.kubernetes.io/controller-uid": job["metadata"]["uid"]}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"{name}-x", "labels": labels}}
         self.cluster.delete("Pod", f"{name}-x")
