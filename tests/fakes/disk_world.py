@@ -24,7 +24,7 @@ from tests.fakes.small_world import World
 
 @contextmanager
 def quick_disks() -> Iterator[Path]:
-    """Yield a directory for the nodes' disks, in memory where the machine has such a place: fsync is what takes long."""
+    """Yield a directory for the nodes' disks, in memory where that can be: it is fsync that takes long."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None, prefix="k2-disks-") as path:
         yield Path(path)

@@ -27,7 +27,7 @@ from tasks.node.trash import TRASH_DIR, Trash
 from tests.fakes.bare_root import without_capabilities
 from tests.fakes.checkpoints import REPO, fill
 from tests.fakes.memory_store import MemoryStore
-from tests.fakes.staged_node import FILES, SHARD, FaultyStore, assert_staged, stage, tree
+from tests.fakes.staged_node import FILES, SHARD, FaultyStore, assert_staged, stage
 
 DAY_S = 86400.0
 NOW = time.time()

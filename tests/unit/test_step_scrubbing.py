@@ -162,13 +162,15 @@ def test_a_node_without_the_directory_loses_its_label(site: Site) -> None:
 
 
 def test_what_rollback_goes_to_is_read_as_well(site: Site) -> None:
+    for name in ("node-5", "node-6"):
+        site.world.add_node(name)
     site.world.hub = MemoryHub(REPO, NEW.revision, checkpoint("b"))
     new = make_live(site.world.ports("run-new"), NEW).lock
     site.world.jobs_run.clear()
     data = site.scrub()
     assert {row["lock_digest"] for row in data["nodes"]} == {site.lock.digest, new.digest}
     assert [row["releases"] for row in data["nodes"]][:1] == [[NEW.id]]
-    assert len(data["nodes"]) == 8
+    assert len(data["nodes"]) == 4 + 6
 
 
 def test_nothing_live_is_nothing_to_scrub(tmp_path: Path) -> None:
