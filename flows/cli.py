@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TypeAlias
 
-from flows.console.command_line import Parser, cpus, named, positive
+from flows.console.command_line import Parser, cpus, named, positive, seconds
 from tasks.core.errors import CATALOGUE, ExitCode, InputError, K2Error
 
 _EPILOG = """exit codes:
@@ -39,6 +39,7 @@ def _deferred(module: str, name: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
+_CARING = "flows.console.caring"
 _REPORTS, _RELEASING, _REHEARSING = "flows.console.reports", "flows.console.releasing", "flows.console.rehearsing"
 _LOCKS = "flows.console.locks"
 
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_reading(commands)
     _add_acting(commands)
+    _add_caring(commands)
     _add_site(commands)
     _add_rehearse(commands)
     return parser
@@ -215,6 +217,35 @@ def _add_acting(commands: Commands) -> None:
         command.add_argument("--comment", default="", help="why; kept in the receipt")
         if name == "release":
             command.add_argument("--dry-run", action="store_true", help="show the plan and stop")
+
+
+def _add_caring(commands: Commands) -> None:
+    for name, summary in (
+        ("scrub", "Read every staged byte of the live and the rollback release again; put right what has rotted."),
+        ("gc", "List the weights on the nodes and in the store, and what may go; with -y let it go, through a trash."),
+    ):
+        command = _command(commands, name, _CARING, summary)
+        command.add_argument(
+            "--node", action="append", default=[], metavar="N", help="only this node; may be given again (default: all)"
+        )
+        where = command.add_mutually_exclusive_group()
+        where.add_argument(
+            "--submit",
+            action="store_true",
+            help="as a run of the deployment, and wait (default where the site has a Prefect server)",
+        )
+        where.add_argument("--local", action="store_true", help="in this process")
+        if name == "gc":
+            command.add_argument(
+                "-y", "--yes", action="store_true", help="carry it out (default: list and change nothing)"
+            )
+            command.add_argument(
+                "--trash-age-s",
+                type=seconds,
+                metavar="S",
+                help="delete what has been in the trash for so long (default: staging.trash_age_s of the site file); "
+                "never what this run moves there",
+            )
 
 
 def _add_site(commands: Commands) -> None:

@@ -34,6 +34,14 @@ def positive(text: str) -> int:
     return number
 
 
+def seconds(text: str) -> float:
+    """Return a number of seconds from 0 on."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return number
+
+
 def named(text: str) -> str:
     """Return a word that is not empty: an unset variable of a shell must not pass for no option."""
     if not text:

@@ -157,7 +157,7 @@ def _run_here(site: Site, name: str, parameters: dict[str, Any]) -> Ended:
     use_server_for(site)
     show_steps_here()
     # Prefect has its own while a flow runs, and sends the signal again when the flow has ended in order.
-    signal.signal(signal.SIGTERM, _ended_by_signal)
+    signal.signal(signal.SIGTERM, ended_by_signal)
     from flows.promote import promote as promote_flow
     from flows.release import release as release_flow
     from flows.retire import retire as retire_flow
@@ -166,7 +166,8 @@ def _run_here(site: Site, name: str, parameters: dict[str, Any]) -> Ended:
     return Ended("local", dict(flow(**parameters)), "")
 
 
-def _ended_by_signal(*_: object) -> None:
+def ended_by_signal(*_: object) -> None:
+    """End a command in order when it is told to; a flow in it has ended before."""
     raise KeyboardInterrupt("ended by SIGTERM; run the same command again to resume")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 from tasks.core.errors import CATALOGUE, After, InputError, K2Error, UnavailableError, error_from_data
-from tasks.core.ledger import FAILED
+from tasks.core.ledger import CARE, FAILED
 from tasks.core.spec import Site
 from tasks.order import END
 from tasks.steps.journal import records
@@ -161,7 +161,7 @@ def _left_alone(site: Site, release_id: str, run: str, url: str) -> str:
         (
             "no longer waiting; the flow run goes on",
             f"  look at it  {url}",
-            f"  follow      k2ctl status {release_id}",
+            *([] if release_id == CARE else [f"  follow      k2ctl status {release_id}"]),
             f"  cancel      PREFECT_API_URL={site.prefect_api_url} prefect flow-run cancel {run}",
         )
     )
@@ -264,6 +264,8 @@ def _error_of_state(last: _LastState) -> K2Error | None:
 def again(deployment: str, release_id: str) -> str:
     """Return the command that starts a deployment's flow on a release again."""
     name = deployment.partition("/")[0]
+    if release_id == CARE:
+        return {"collect": "k2ctl gc -y"}.get(name, f"k2ctl {name}")
     return f"k2ctl {name} {release_id}" + ("" if name == "release" else " -y")
 
 

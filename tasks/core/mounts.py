@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import PurePosixPath
 from typing import Any
 
 from tasks.core.render import ROLE_LABEL
@@ -100,10 +99,12 @@ def _below(volume: Object, root: str) -> str | None:
     host = (volume.get("hostPath") or {}).get("path")
     if host is None:
         return None
-    path, top = PurePosixPath(host), PurePosixPath(root)
-    if path == top:
-        return ""
-    return str(path.relative_to(top)) if top in path.parents else None
+    path, top = _parts(host), _parts(root)
+    return "/".join(path[len(top) :]) if path[: len(top)] == top else None
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", ".")]
 
 
 def _containers(spec: Object) -> list[Object]:

@@ -213,6 +213,51 @@ def test_receipt_verifies_until_a_byte_changes(promoted: tuple[Site, dict[str, A
     assert [(row["node"], row["path"], row["got"]) for row in run.data()["problems"]] == [(node, name, error["got"])]
 
 
+def test_scrub_puts_that_byte_right_and_the_receipt_holds_again(promoted: tuple[Site, dict[str, Any]]) -> None:
+    """What the test before has left: a byte of a staged file of what is live, changed with its size and time kept."""
+    site, document = promoted
+    receipt = json.loads(Path(document["receipt"]).read_text())
+    node, name = receipt["nodes"][1]["node"], "model-33-of-61.safetensors"
+    run = site.k2ctl("scrub", "--json", timeout_s=600)
+    assert run.code == 0, run.err
+    rows = {row["node"]: row for row in run.data()["nodes"]}
+    assert {row["outcome"] for other, row in rows.items() if other != node} == {"right"}
+    (problem,) = rows[node]["problems"]
+    assert (rows[node]["outcome"], problem["path"], problem["problem"], problem["repaired"]) == (
+        "repaired",
+        name,
+        "content",
+        True,
+    )
+    assert (problem["differs_from"], problem["differs_to"]) == (200_000, 200_000)
+    assert rows[node]["how"] == "direct"
+    verified = site.k2ctl("receipt", NEW, "--verify")
+    assert verified.code == 0, verified.err
+
+
+def test_gc_moves_what_nothing_needs_to_the_trash_and_nothing_else(promoted: tuple[Site, dict[str, Any]]) -> None:
+    site, document = promoted
+    receipt = json.loads(Path(document["receipt"]).read_text())
+    (path,) = site.directory.glob(f"nodes/node-1/mnt/nvme/k2/*/{receipt['lock']['revision']}")
+    root, old = path.parent.parent, f"somebody--model/{'e' * 40}"
+    (root / old).mkdir(parents=True)
+    (root / old / "model.safetensors").write_bytes(b"x" * 1_000_000)
+    before = _weights(site.directory)
+    listed = site.k2ctl("gc", "--json")
+    assert listed.code == 0, listed.err
+    assert [row["path"] for row in listed.data()["checkpoints"] if row["action"] != "keep"] == [old]
+    assert (root / old).is_dir()
+    run = site.k2ctl("gc", "-y", "--json")
+    assert run.code == 0, run.err
+    (row,) = [row for row in run.data()["checkpoints"] if row["action"] != "keep"]
+    assert (row["node"], row["path"], row["size_bytes"]) == ("node-1", old, 1_000_000)
+    assert (root / ".k2-trash" / row["trash"] / "model.safetensors").is_file()
+    assert not (root / old).exists()
+    after = {path: stat for path, stat in before.items() if old not in path}
+    assert {path: stat for path, stat in _weights(site.directory).items() if ".k2-trash" not in path} == after
+    assert site.k2ctl("receipt", NEW, "--verify").code == 0
+
+
 BASIC = {"authorization.k8s.io", "authentication.k8s.io"}
 """Groups of the questions about oneself, which everybody may ask."""
 
