@@ -105,7 +105,8 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         "K2-INT-002",
         ExitCode.INTEGRITY,
         "Bytes at rest differ from the lock: on a node, in a directory, in the store.",
-        "Delete the named file there and start no engine: the next release of these weights stages it anew.",
+        "Start no engine there. `k2ctl scrub --node NODE` puts the live and the rollback release right; for any other, "
+        "delete the named file: the next release of these weights stages it anew.",
     ),
     CatalogueEntry(
         "K2-INT-003",
@@ -171,7 +172,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = _catalogue(
         "K2-CAP-002",
         ExitCode.CAPACITY,
         "Not enough free space for the weights.",
-        "Remove old checkpoints from the named nodes; live and rollback weights must stay.",
+        "`k2ctl gc` lists the checkpoints that nothing needs; with -y they go, through a trash.",
     ),
     CatalogueEntry(
         "K2-CAP-003",

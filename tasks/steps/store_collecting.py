@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.core.errors import ConflictError
+from tasks.core.errors import ConflictError, K2Error
 from tasks.core.store_collection import (
     BLOBS,
     TOMBSTONES,
@@ -115,15 +115,16 @@ def _delete(ports: Ports, blobs: Sequence[Blob], uploads: Sequence[Upload]) -> s
     if not blobs and not uploads:
         return set()
     taken = {blob.sha256: _take_ok(ports, blob.sha256) for blob in blobs}
-    needed = read_needed(ports).sha256
-    kept = set()
+    try:
+        needed = read_needed(ports).sha256
+    except K2Error:
+        for sha256, ok in taken.items():
+            _give_ok(ports, sha256, ok)
+        raise
+    kept = {blob.sha256 for blob in blobs if blob.sha256 in needed}
     for blob in blobs:
-        ok = taken[blob.sha256]
         if blob.sha256 in needed:
-            kept.add(blob.sha256)
-            if ok is not None:
-                with contextlib.suppress(ConflictError):
-                    ports.store.put(f"{BLOBS}{blob.sha256}.ok", ok, if_absent=True)
+            _give_ok(ports, blob.sha256, taken[blob.sha256])
         else:
             ports.store.delete(f"{BLOBS}{blob.sha256}")
         ports.store.delete(tombstone_key(blob.sha256))
@@ -142,6 +143,12 @@ def _take_ok(ports: Ports, sha256: str) -> bytes | None:
         return None
     ports.store.delete(key)
     return data
+
+
+def _give_ok(ports: Ports, sha256: str, ok: bytes | None) -> None:
+    if ok is not None:
+        with contextlib.suppress(ConflictError):  # whoever needs it has verified it meanwhile
+            ports.store.put(f"{BLOBS}{sha256}.ok", ok, if_absent=True)
 
 
 def _report(plan: StorePlan, kept: set[str] | None = None) -> StoreReport:

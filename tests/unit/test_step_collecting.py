@@ -319,6 +319,24 @@ def test_a_release_that_begins_while_the_store_is_collected_keeps_its_files(
     assert not [key for key in site.world.store.objects if key.startswith("trash/")]
 
 
+def test_files_whose_need_cannot_be_read_again_stay_verified(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.retire_old()
+    site.collect()
+    site.age_trash()
+    real, calls = store_collecting.read_needed, list[int]()
+
+    def read(ports: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise UnavailableError("K2-UNA-001", "The store does not answer.")
+        return real(ports)
+
+    monkeypatch.setattr(store_collecting, "read_needed", read)
+    with pytest.raises(UnavailableError):
+        site.collect()
+    assert len(site.blobs(site.old)) == len(site.old.files)
+
+
 def test_what_is_needed_again_is_taken_out_of_the_stores_trash(site: Site) -> None:
     site.retire_old()
     site.collect()
