@@ -198,6 +198,9 @@ GUARDS = (
         "            end_jobs(ports, jobs)\n",
         "            pass\n",
         ("tests/unit/test_delivery.py::test_a_pull_that_fails_ends_the_stagers_and_is_what_is_told",),
+    ),
+    Guard(
+        "I1",
         "a file that another program wrote is compared with the lock before it gets its name",
         "tasks/node/verified_file.py",
         "        check_content(path, expected, size_bytes, sha256)\n",

@@ -181,5 +181,6 @@ def test_everything_that_runs_on_gpu_nodes_tolerates_the_same_taints():
         == ""
     )
     groups = [templates[role]["spec"]["leaderWorkerTemplate"]["workerTemplate"] for role in ("prefill", "decode")]
-    jobs = [templates[job]["spec"]["template"] for job in ("probe-job", "stage-job", "exchange-job", "verify-job")]
-    assert [pod["spec"]["tolerations"] for pod in (*groups, *jobs)] == [tolerations] * 6
+    names = ("probe-job", "stage-job", "exchange-job", "verify-job", "scrub-job", "collect-job")
+    jobs = [templates[job]["spec"]["template"] for job in names]
+    assert [pod["spec"]["tolerations"] for pod in (*groups, *jobs)] == [tolerations] * (2 + len(names))

@@ -424,7 +424,7 @@ def test_a_death_anywhere_and_a_run_again_end_as_an_undisturbed_run(site: Site, 
             site.collect(run=f"gc-{at}", faults=faults)
         except Death:
             site.world.clock.sleep(120)  # until its Lease is over
-            at = at + 9 if at < 150 else 10**9
+            at = at + 14 if at < 150 else 10**9
         else:
             done, at = done + 1, 5
             site.age_trash()
