@@ -15,7 +15,7 @@ from infra.rehearsal.accounts import rights_objects
 from infra.rehearsal.audit import read_uses
 from tasks.core.permissions import Right, identities_of, rights_of
 from tasks.specs import load_base
-from tests.rehearsal.conftest import Site, wait_for
+from tests.rehearsal.conftest import Run, Site, wait_for
 
 NEW = "k2-rehearsal-2"
 POOL = {"k2-release.io/pool": "h200"}
@@ -179,7 +179,7 @@ def _weights(directory: Path) -> dict[str, tuple[int, int]]:
     """Inode and mtime of every weight file on every node."""
     return {
         str(p): (p.stat().st_ino, p.stat().st_mtime_ns)
-        for p in directory.glob("nodes/*/mnt/nvme/k2/*/*/*")
+        for p in directory.glob("nodes/*/mnt/nvme/k2/[!.]*/*/*")
         if not p.name.startswith(".")
     }
 
@@ -236,25 +236,38 @@ def test_scrub_puts_that_byte_right_and_the_receipt_holds_again(promoted: tuple[
 
 
 def test_gc_moves_what_nothing_needs_to_the_trash_and_nothing_else(promoted: tuple[Site, dict[str, Any]]) -> None:
+    """The first release's weights, which was replaced and retired, and a directory of which nobody knows anything."""
     site, document = promoted
-    receipt = json.loads(Path(document["receipt"]).read_text())
-    (path,) = site.directory.glob(f"nodes/node-1/mnt/nvme/k2/*/{receipt['lock']['revision']}")
-    root, old = path.parent.parent, f"somebody--model/{'e' * 40}"
-    (root / old).mkdir(parents=True)
-    (root / old / "model.safetensors").write_bytes(b"x" * 1_000_000)
+    lock = json.loads(Path(document["receipt"]).read_text())["lock"]
+    roots = {
+        path.parents[1]: path.parents[5].name
+        for path in site.directory.glob(f"nodes/*/mnt/nvme/k2/*/{lock['revision']}")
+    }
+    replaced = json.loads(site.k2ctl("receipt", "k2-rehearsal-1", "--json").out)["lock"]["revision"]
+    stray = f"somebody--model/{'e' * 40}"
+    first = min(roots)
+    (first / stray).mkdir(parents=True)
+    (first / stray / "model.safetensors").write_bytes(b"x" * 1_000_000)
     before = _weights(site.directory)
-    listed = site.k2ctl("gc", "--json")
-    assert listed.code == 0, listed.err
-    assert [row["path"] for row in listed.data()["checkpoints"] if row["action"] != "keep"] == [old]
-    assert (root / old).is_dir()
-    run = site.k2ctl("gc", "-y", "--json")
-    assert run.code == 0, run.err
-    (row,) = [row for row in run.data()["checkpoints"] if row["action"] != "keep"]
-    assert (row["node"], row["path"], row["size_bytes"]) == ("node-1", old, 1_000_000)
-    assert (root / ".k2-trash" / row["trash"] / "model.safetensors").is_file()
-    assert not (root / old).exists()
-    after = {path: stat for path, stat in before.items() if old not in path}
-    assert {path: stat for path, stat in _weights(site.directory).items() if ".k2-trash" not in path} == after
+    wanted = sorted([*((node, replaced) for node in roots.values()), (roots[first], "e" * 40)])
+
+    def going(run: Run) -> list[tuple[str, str]]:
+        assert run.code == 0, run.err
+        rows = [row for row in run.data()["checkpoints"] if row["action"] != "keep"]
+        return sorted((row["node"], row["path"].rpartition("/")[2]) for row in rows)
+
+    assert going(site.k2ctl("gc", "--json")) == wanted
+    assert _weights(site.directory) == before
+    assert going(site.k2ctl("gc", "-y", "--json")) == wanted
+    gone = (replaced, "e" * 40)
+    assert _weights(site.directory) == {
+        path: stat for path, stat in before.items() if Path(path).parent.name not in gone
+    }
+    assert len([*site.directory.glob(f"nodes/*/mnt/nvme/k2/.k2-trash/*@{replaced}/*.safetensors")]) == 61 * len(roots)
+    assert (first / ".k2-trash").is_dir() and not (first / stray).exists()
+    labels = [node["metadata"]["labels"] for node in site.ports().cluster.list_objects("Node", POOL)]
+    staged = {key for each in labels for key in each if key.startswith("staged.k2-release.io/")}
+    assert staged == {f"staged.k2-release.io/{lock['digest'][:12]}"}
     assert site.k2ctl("receipt", NEW, "--verify").code == 0
 
 
