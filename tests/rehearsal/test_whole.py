@@ -240,7 +240,7 @@ def test_gc_moves_what_nothing_needs_to_the_trash_and_nothing_else(promoted: tup
     site, document = promoted
     lock = json.loads(Path(document["receipt"]).read_text())["lock"]
     roots = {
-        path.parents[1]: path.parents[5].name
+        path.parents[1]: path.parents[4].name
         for path in site.directory.glob(f"nodes/*/mnt/nvme/k2/*/{lock['revision']}")
     }
     replaced = json.loads(site.k2ctl("receipt", "k2-rehearsal-1", "--json").out)["lock"]["revision"]
