@@ -6,8 +6,9 @@ goes on afterwards. A node with rot that could not be put right loses its label:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tasks.core.errors import After, ConflictError, IntegrityError, K2Error, UnavailableError
@@ -17,15 +18,15 @@ from tasks.core.lock import Lock
 from tasks.core.marker import check_marker_against_lock
 from tasks.core.mounts import uses_of
 from tasks.core.node_state import engine_tolerations, why_unusable
-from tasks.core.render import ROLE_LABEL, staged_label
+from tasks.core.render import staged_label
 from tasks.core.scrub_order import next_batch, units_of
 from tasks.core.units import format_bytes
-from tasks.core.worker_jobs import render_scrub_job, scrub_job_name
+from tasks.core.worker_jobs import WRITES_LABEL, render_scrub_job
 from tasks.ports import Object
-from tasks.steps.caretaker import WatchfulClock
 from tasks.steps.context import Ports
 from tasks.steps.documents import get_lock
-from tasks.steps.jobs import JobResult, follow_jobs
+from tasks.steps.jobs import JobResult, end_jobs, follow_jobs, has_ended, pinned_to
+from tasks.steps.node_holder import node_lease_name
 from tasks.steps.pool import pool_nodes
 from tasks.steps.staging import parse_marker, read_marker_bytes
 from tasks.steps.tool_image import tool_image
@@ -37,8 +38,6 @@ _SAY_EVERY_S = 60.0
 _TRIES = 2
 _SLOWEST = 3.0
 _UNLIMITED_S = 6 * 3600.0
-_AT_WORK = ("stage",)
-"""Roles of Jobs that write weights to a node."""
 RIGHT, REPAIRED, WRONG, UNREAD, SKIPPED = "right", "repaired", "wrong", "not read", "skipped"
 
 
@@ -153,64 +152,70 @@ def _run_batch(
     ]
     rate = ports.site.staging.scrub_bytes_per_s
     deadline_s = _UNLIMITED_S + (_SLOWEST * lock.total_bytes / rate if rate else 0.0)
-    watched = replace(ports, clock=WatchfulClock(ports.clock, _LOOK_S, lambda: _require_peace(ports, batch)))
+    total, peace = lock.total_bytes * len(jobs), _Peace(ports, batch)
     while True:
-        _wait_for_peace(ports, batch)
+        peace.wait()
         ports.progress.say(f"scrub: {', '.join(batch)}: lock {lock.digest[:12]}, {format_bytes(lock.total_bytes)} each")
         try:
-            ended = follow_jobs(watched, "scrub", jobs, lock.total_bytes * len(jobs), deadline_s, stop_at_failure=False)
+            ended = follow_jobs(ports, "scrub", jobs, total, deadline_s, stop_at_failure=False, watch=peace.require)
         except _DisturbedError as error:
             ports.progress.say(f"scrub: stands back from {', '.join(batch)}: {error.got}")
-            for node in batch:
-                ports.cluster.delete("Job", scrub_job_name(lock.digest, node))
+            end_jobs(ports, jobs)
         else:
             return dict(zip(batch, ended, strict=True))
 
 
-def _require_peace(ports: Ports, batch: Sequence[str]) -> None:
-    """Raise if a release moves traffic, or writes weights to one of the nodes."""
-    why = _release_at_work(ports, batch)
-    if why:
-        raise _DisturbedError("K2-CON-001", "A release is at work.", where=", ".join(batch), got=why)
+class _Peace:
+    """Looks whether a release moves traffic, or writes weights to one of some nodes."""
 
+    def __init__(self, ports: Ports, nodes: Sequence[str]) -> None:
+        self._ports = ports
+        self._nodes = nodes
+        self._looked_at = -math.inf
 
-def _wait_for_peace(ports: Ports, batch: Sequence[str]) -> None:
-    """Wait until no release moves traffic, nor writes weights to one of the nodes; ConflictError after hours."""
-    began, said = ports.clock.now(), -_SAY_EVERY_S
-    while why := _release_at_work(ports, batch):
-        waited_s = ports.clock.now() - began
-        if waited_s >= _PEACE_PATIENCE_S:
-            raise ConflictError(
-                "K2-CON-001",
-                "A release has been at work for too long; the rest was not scrubbed.",
-                where=", ".join(batch),
-                got=why,
-                expected=f"none within {_PEACE_PATIENCE_S / 3600:.0f} h",
-                hint="k2ctl status; then scrub again, it goes on where it was",
-            )
-        if waited_s - said >= _SAY_EVERY_S:
-            said = waited_s
-            ports.progress.say(f"scrub: waiting for a release: {why}")
-        ports.clock.sleep(_LOOK_S)
+    def require(self) -> None:
+        """Raise if there is none; look every few seconds only."""
+        now = self._ports.clock.now()
+        if now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
+        if why := self._disturbed_by():
+            raise _DisturbedError("K2-CON-001", "A release is at work.", where=", ".join(self._nodes), got=why)
 
+    def wait(self) -> None:
+        """Wait until there is peace; ConflictError after hours."""
+        clock, said = self._ports.clock, -_SAY_EVERY_S
+        began = clock.now()
+        while why := self._disturbed_by():
+            waited_s = clock.now() - began
+            if waited_s >= _PEACE_PATIENCE_S:
+                raise ConflictError(
+                    "K2-CON-001",
+                    "A release has been at work for too long; the rest was not scrubbed.",
+                    where=", ".join(self._nodes),
+                    got=why,
+                    expected=f"none within {_PEACE_PATIENCE_S / 3600:.0f} h",
+                    hint="k2ctl status; then scrub again, it goes on where it was",
+                )
+            if waited_s - said >= _SAY_EVERY_S:
+                said = waited_s
+                self._ports.progress.say(f"scrub: waiting for a release: {why}")
+            clock.sleep(_LOOK_S)
 
-def _release_at_work(ports: Ports, batch: Sequence[str]) -> str:
-    lease = ports.cluster.get("Lease", LEASE)
-    if lease is not None:
-        held = read_lease(lease)
-        if held.holder and not held.expired(ports.clock.now()):
-            return f"traffic is moved by {held.holder}"
-    for job in ports.cluster.list_objects("Job"):
-        labels, ended = job["metadata"].get("labels") or {}, job.get("status", {}).get("conditions") or ()
-        over = any(c["type"] in ("Complete", "Failed") and c["status"] == "True" for c in ended)
-        if labels.get(ROLE_LABEL) in _AT_WORK and not over and (node := _node_of(job)) in batch:
-            return f"{job['metadata']['name']} writes to {node}"
-    return ""
-
-
-def _node_of(job: Object) -> str:
-    args = job["spec"]["template"]["spec"]["containers"][0].get("args") or []
-    return str(args[args.index("--node") + 1]) if "--node" in args else ""
+    def _disturbed_by(self) -> str:
+        cluster, now = self._ports.cluster, self._ports.clock.now()
+        for name in (LEASE, *map(node_lease_name, self._nodes)):
+            obj = cluster.get("Lease", name)
+            held = read_lease(obj) if obj is not None else None
+            if held is not None and held.holder and not held.expired(now):
+                doing = "traffic is moved" if name == LEASE else f"{name.removeprefix(node_lease_name(''))} is staged"
+                return f"{doing} by {held.holder}"
+        for job in cluster.list_objects("Job"):
+            writes = WRITES_LABEL in (job["metadata"].get("labels") or {})
+            # Its flow may have died; the Job goes on without a Lease.
+            if writes and not has_ended(job) and (node := pinned_to(job)) in self._nodes:
+                return f"{job['metadata']['name']} writes to {node}"
+        return ""
 
 
 def _conclude(ports: Ports, target: Target, node: str, obj: Object, result: JobResult | K2Error) -> dict[str, Any]:

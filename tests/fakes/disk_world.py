@@ -76,6 +76,8 @@ class DiskWorld(World):
             return publish(self.store, collector.list(), order, done, stop)
         lock, source = read_lock(self.store, options["--lock-digest"]), StoreSource(self.store)
         if module == "tasks.node.stage":
+            if "--source-wait-s" in options:
+                list(self._pull(lock, 0, 1))  # it would wait for the pull that runs beside it
             stager = Stager(source, self.store, root, lock, Node(node, options["--node-uid"]), 0, stop)
             return dict(stager.stage(threads=1, lock_wait_s=1.0))
         place = Place(root, lock, node, options["--node-uid"])

@@ -16,6 +16,7 @@ from tasks.core.errors import ConflictError, InputError, IntegrityError, Unavail
 from tasks.core.ledger import CARE
 from tasks.core.marker import MARKER_FILE
 from tasks.core.scrub_order import AT_ONCE, next_batch, units_of
+from tasks.core.worker_jobs import render_stage_job
 from tasks.node.marker_check import check_directory
 from tasks.steps.audit import verify_receipt
 from tasks.steps.caretaker import caring
@@ -23,6 +24,7 @@ from tasks.steps.context import Ports
 from tasks.steps.documents import get_receipt
 from tasks.steps.holder import TrafficHolder
 from tasks.steps.journal import recorded, records
+from tasks.steps.node_holder import NodeHolder
 from tasks.steps.scrubbing import scrub_step
 from tasks.steps.weights_needed import read_needed
 from tests.fakes.disk_world import DiskWorld, quick_disks
@@ -310,10 +312,9 @@ def test_a_shift_that_begins_meanwhile_ends_what_reads_and_it_goes_on_afterwards
 def test_a_stager_on_another_node_disturbs_nobody_and_one_on_the_same_does(site: Site) -> None:
     site.world.clock.on_sleep.append(lambda at: end_stager() if at > began + 30 else None)
     began = site.world.clock.at
-    args = ["--node", "node-1"]
-    spec = {"template": {"spec": {"containers": [{"name": "stage", "args": args, "command": ["true"]}]}}}
-    metadata = {"name": "k2-stage-other", "labels": {"k2-release.io/role": "stage"}}
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+    ports = site.world.ports()
+    job = render_stage_job(site.lock, site.world.site, ports.templates, "tool", "node-1", "uid")
+    job["metadata"]["name"] = "k2-stage-other"
     controllers, site.world.cluster.controllers = site.world.cluster.controllers, []
     site.world.cluster.create(job)
     site.world.cluster.controllers = controllers
@@ -325,6 +326,19 @@ def test_a_stager_on_another_node_disturbs_nobody_and_one_on_the_same_does(site:
     site.scrub()
     waited = [line for line in site.world.progress.lines if "waiting for a release" in line]
     assert waited == ["scrub: waiting for a release: k2-stage-other writes to node-1"]
+
+
+def test_a_node_whose_lease_a_release_holds_is_left_alone_until_it_is_over(site: Site) -> None:
+    """Its stager is not started yet, or between two tries."""
+    holder = NodeHolder(site.world.ports("run-next"), site.world.subject(OLD))
+    holder.acquire(["node-1"], 1.0)
+    began = site.world.clock.at
+    site.world.clock.on_sleep.append(lambda at: holder.keep() if at < began + 40 else holder.release())
+    site.world.progress.lines.clear()
+    site.scrub()
+    (waited,) = [line for line in site.world.progress.lines if "waiting for a release" in line]
+    assert waited == f"scrub: waiting for a release: node-1 is staged by {site.lock.digest}"
+    assert site.world.clock.at >= began + 40
 
 
 def test_two_at_once_are_one_at_a_time(site: Site) -> None:
