@@ -21,6 +21,7 @@ from tasks.core.identity import sha256_hex
 from tasks.core.lock import LockedFile
 from tasks.core.marker import FileStat, StagedFile
 from tasks.core.paths import check_relative_path
+from tasks.core.paths import check_relative_path
 
 if TYPE_CHECKING:
     from tasks.node.rate_limit import RateLimit
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 PARTIAL_DIR = ".k2-partial"
 READ_BLOCK_BYTES = 4 * 1024 * 1024
 CACHE_MODES = ("keep", "drop")
+DROP_WINDOW_BYTES = 16 * 1024 * 1024
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -53,20 +55,45 @@ PLAIN = Writing()
 
 
 class HashingWriter:
-    """Writes blocks to a descriptor and hashes the same blocks: what was hashed is what was written."""
+    """Writes blocks to a descriptor and hashes the same blocks: what was hashed is what was written.
 
-    def __init__(self, fd: int) -> None:
+    With cache_mode `drop` no more than a window of the file is ever in the page cache.
+    """
+
+    def __init__(self, fd: int, writing: Writing = PLAIN) -> None:
         self._fd = fd
+        self._writing = writing
         self._hash = hashlib.sha256()
+        self._kept_bytes = 0
         self.size_bytes = 0
 
     def write(self, block: Block) -> None:
         """Write a whole block."""
         view = memoryview(block)
+        if self._writing.limit is not None:
+            self._writing.limit.take(len(view))
         self._hash.update(view)
         self.size_bytes += len(view)
+        self._kept_bytes += len(view)
         while view:
             view = view[os.write(self._fd, view) :]
+        if self._writing.cache_mode == "drop" and self._kept_bytes >= DROP_WINDOW_BYTES:
+            os.fdatasync(self._fd)
+            self._drop()
+
+    def sync(self) -> None:
+        """Make all that was written durable."""
+        os.fsync(self._fd)
+        if self._writing.cache_mode == "drop":
+            self._drop()
+
+    def _drop(self) -> None:
+        """Let go of all pages of the file: they are on the disk, and only such pages can be let go of."""
+        with contextlib.suppress(
+            OSError
+        ):  # a file system that knows no such advice, and whose pages are its own affair
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._kept_bytes = 0
 
     @property
     def sha256(self) -> str:
@@ -106,26 +133,25 @@ def write_verified(
         with contextlib.ExitStack() as stack:
             fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, fd)
-            writer = HashingWriter(fd)
+            writer = HashingWriter(fd, writing)
             for block in blocks:
-                if writing.limit is not None:
-                    writing.limit.take(len(block))
                 writer.write(block)
                 advance(len(block))
                 if writer.size_bytes > expected.size_bytes:
                     break
             check_content(path, expected, writer.size_bytes, writer.sha256)
             os.fchmod(fd, 0o444)
-            os.fsync(fd)
-            if writing.cache_mode == "drop":
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            writer.sync()
+            # Of the very file that was written: by its name it could be another one by then.
+            found = os.fstat(fd)
         temp.rename(final)
         fsync_directory(final.parent)
     except OSError as error:
         raise disk_error(error, final) from error
     finally:
-        temp.unlink(missing_ok=True)
-    return staged_file(dest_dir, path, expected.sha256)
+        with contextlib.suppress(OSError):  # it would hide what went wrong; the next stager sweeps
+            temp.unlink(missing_ok=True)
+    return StagedFile(path, found.st_size, expected.sha256, found.st_mtime_ns, found.st_ino)
 
 
 def adopt_verified(
