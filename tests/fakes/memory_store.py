@@ -84,15 +84,19 @@ class MemoryStore:
             found = sorted((key, len(data)) for key, data in self.objects.items() if key.startswith(prefix))
             return [StoredObject(key, size_bytes, self._etag(key)) for key, size_bytes in found]
 
-    def open(self, key: str, offset: int = 0) -> Iterator[bytes]:
+    def open(self, key: str, offset: int = 0) -> Iterator[memoryview]:
         self.calls.append(f"open {key}")
         if key not in self.objects:
             raise UnavailableError("K2-UNA-001", "The store does not hold the object.", where=key)
         data = self.objects[key]
         if offset and offset >= len(data):
             raise UnavailableError("K2-UNA-001", "The store answered InvalidRange.", where=key)
+        # One buffer for all blocks, as the real one has it: who keeps a block sees it change.
+        buffer = memoryview(bytearray(BLOCK_BYTES))
         for start in range(offset, len(data), BLOCK_BYTES):
-            yield data[start : start + BLOCK_BYTES]
+            piece = data[start : start + BLOCK_BYTES]
+            buffer[: len(piece)] = piece
+            yield buffer[: len(piece)]
 
     def delete(self, key: str) -> None:
         self.objects.pop(key, None)

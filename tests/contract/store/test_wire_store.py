@@ -18,6 +18,7 @@ from infra.rehearsal import objectstore
 from infra.rehearsal.processes import Supervisor
 from tasks.adapters.store import S3Store, StoreCredentials
 from tasks.core.errors import After, ConflictError, Never, UnavailableError
+from tests.contract.blocks import whole
 from tests.contract.faulty_line import FaultyLine
 from tests.contract.odd_server import odd_server, send
 
@@ -56,7 +57,7 @@ def test_a_stream_that_is_cut_is_no_end_and_goes_on_where_it_broke(
     assert isinstance(caught.value.retry, After)
     assert data.startswith(received)
     line.cut_after_bytes = None
-    assert received + b"".join(store.open(key, len(received))) == data
+    assert received + whole(store.open(key, len(received))) == data
 
 
 def test_a_small_object_that_is_cut_is_not_taken_for_whole(
@@ -229,7 +230,7 @@ def test_an_upload_outlives_a_kill_of_the_server(own: tuple[Supervisor, objectst
     assert found == (upload, parts)
     parts += [later.put_part("t/x", upload, number, data[number - 1]) for number in (2, 3)]
     later.finish_upload("t/x", upload, parts)
-    assert b"".join(later.open("t/x")) == b"".join(data)
+    assert whole(later.open("t/x")) == b"".join(data)
 
 
 def test_a_full_disk_refuses_writes_and_still_reads(
