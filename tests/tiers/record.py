@@ -28,6 +28,7 @@ TIERS: dict[str, tuple[list[str], int]] = {
     "test-kubelet": ([*PYTEST, "tests/kubelet"], 1),
     "bench-verify": ([str(BIN / "python"), "tests/bench/verify.py"], 1),
     "bench-pull": ([str(BIN / "python"), "tests/bench/pull.py"], 1),
+    "bench-staging": ([str(BIN / "python"), "tests/bench/staging.py"], 1),
 }
 
 
