@@ -267,8 +267,8 @@ GUARDS = (
         "I1",
         "a final name is on the disk before anybody relies on it",
         "tasks/node/verified_file.py",
-        "        fsync_directory(final.parent)\n    except",
-        "    except",
+        "            found = os.fstat(fd)\n        temp.rename(final)\n        fsync_directory(final.parent)\n",
+        "            found = os.fstat(fd)\n        temp.rename(final)\n",
         ("tests/unit/test_verified_file.py::test_the_order_of_things",),
     ),
     Guard(
