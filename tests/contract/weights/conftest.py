@@ -87,9 +87,8 @@ def _weights(seaweedfs: ObjectStore, hub_url: tuple[str, str], bucket: str) -> I
     keys = StoreCredentials(seaweedfs.keys.access_key, seaweedfs.keys.secret_key)
     with lying_relay(hub_url[0]) as hub, lying_relay(seaweedfs.endpoint) as store:
         small = {path: data for path, data in FILES.items() if path != BIG}
-        weights = Weights(
-            locked(small, hub_url[1]), locked(FILES, hub_url[1]), hub, store, keys, bucket, "hf_only_for_these_tests"
-        )
+        locks = (locked(small, hub_url[1]), locked(FILES, hub_url[1]))
+        weights = Weights(*locks, hub, store, keys, bucket, "hf_only_for_these_tests")
         honest = weights.client(lying=False)
         honest.ensure_bucket()
         for lock in locks:

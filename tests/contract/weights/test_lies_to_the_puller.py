@@ -77,7 +77,7 @@ HUB_LIES: list[tuple[str, str, Lie, int, ExitCode]] = [
     ("second-half-zeros", FIRST, body(lambda data: data[: len(data) // 2].ljust(len(data), b"\0")), ALWAYS, INTEGRITY),
     ("another-shard-of-the-same-size", FIRST, body(lambda data: FILES[SECOND]), ALWAYS, INTEGRITY),
     ("html-with-200", FIRST, status(200), ALWAYS, INTEGRITY),
-    ("compressed-unasked", FIRST, compressed, ALWAYS, INTEGRITY),
+    ("compressed-unasked", FIRST, compressed, ALWAYS, OK),
     ("etag-of-something-else", FIRST, header("ETag", f'"{"0" * 64}"'), ALWAYS, OK),
     *((f"cut-once-at-{tenth}0-percent", FIRST, cut(tenth / 10), ONCE, OK) for tenth in range(10)),
     ("cut-in-the-second-part", BIG, cut(0.7), ONCE, OK),
@@ -121,7 +121,7 @@ def _range_lies(request: Request, answer: Answer) -> None:
 
 @pytest.mark.parametrize(
     ("lie", "codes"),
-    [(_ranges_ignored, {OK}), (_wrong_range, {OK, INTEGRITY, UNAVAILABLE}), (_range_lies, {INTEGRITY})],
+    [(_ranges_ignored, {OK}), (_wrong_range, {OK, INTEGRITY, UNAVAILABLE}), (_range_lies, {OK, INTEGRITY})],
     ids=["ignored", "another-than-asked", "says-what-is-not-so"],
 )
 def test_a_stream_that_goes_on_in_the_wrong_place(empty: Weights, lie: Lie, codes: set[ExitCode]) -> None:
