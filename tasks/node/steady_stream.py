@@ -64,6 +64,7 @@ def steady_blocks(
             raise _ended_early(offset, size_bytes)
         except UnavailableError as error:
             stop.check()
+            error.where = error.where or meter.path
             meter.failed(str(error))
             if offset >= size_bytes > 0:
                 return  # all is here, however the stream ended: the digest decides

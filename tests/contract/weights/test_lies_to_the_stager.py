@@ -25,7 +25,7 @@ from tasks.node import workers
 from tasks.node.marker_check import check_directory
 from tasks.node.program import Stop
 from tasks.node.sources import StoreSource
-from tasks.node.stage import Node, Stager
+from tasks.node.stager import Node, Stager
 from tasks.node.stored_lock import read_lock
 from tasks.node.verified_file import PARTIAL_DIR
 from tests.contract.weights.conftest import FILES, FIRST, SECOND, Weights, sha256_of
@@ -95,10 +95,10 @@ STORE_LIES: list[tuple[str, Lie, int, ExitCode]] = [
     ("zeros-in-full-length", body(lambda data: bytes(len(data))), ALWAYS, INTEGRITY),
     ("second-half-zeros", body(lambda data: data[: len(data) // 2].ljust(len(data), b"\0")), ALWAYS, INTEGRITY),
     ("another-shard-of-the-same-size", body(lambda data: FILES[SECOND]), ALWAYS, INTEGRITY),
-    ("html-with-200", status(200), ALWAYS, INTEGRITY),
+    ("html-with-200", status(200), ALWAYS, UNAVAILABLE),
     ("compressed-unasked", compressed, ALWAYS, INTEGRITY),
     ("etag-of-something-else", header("ETag", '"00000000000000000000000000000000"'), ALWAYS, OK),
-    ("content-type-lies", header("Content-Type", "text/html"), ALWAYS, OK),
+    ("says-that-it-is-a-web-page", header("Content-Type", "text/html"), ALWAYS, UNAVAILABLE),
     *((f"cut-once-at-{tenth}0-percent", cut(tenth / 10), ONCE, OK) for tenth in range(10)),
     ("cut-always-in-the-middle", cut(0.5), ALWAYS, UNAVAILABLE),
     ("a-byte-now-and-then", drip(0.2), ALWAYS, UNAVAILABLE),
@@ -416,8 +416,8 @@ PHASES = {
     "before-the-rename": ("verified_file", "Path.rename", "before"),
     "after-the-rename": ("verified_file", "Path.rename", "after"),
     "before-the-directory-is-durable": ("verified_file", "fsync_directory", "before"),
-    "before-the-marker": ("stage", "write_document", "before"),
-    "after-the-marker": ("stage", "write_document", "after"),
+    "before-the-marker": ("stager", "write_document", "before"),
+    "after-the-marker": ("stager", "write_document", "after"),
 }
 
 
@@ -448,7 +448,7 @@ def dying(*arguments, **more):
 from tasks.adapters.store import S3Store, StoreCredentials
 from tasks.node.program import Stop
 from tasks.node.sources import StoreSource
-from tasks.node.stage import Node, Stager
+from tasks.node.stager import Node, Stager
 from tasks.node.stored_lock import read_lock
 store = S3Store(url, bucket, StoreCredentials(access, secret))
 lock = read_lock(store, digest)
