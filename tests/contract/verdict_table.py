@@ -26,7 +26,7 @@ from infra.rehearsal.checkpoint import write_checkpoint
 from infra.rehearsal.hub import publish
 from tasks.adapters.hub import HfHub
 from tasks.core.lock import Lock
-from tasks.steps.weights import make_accepted_lock
+from tasks.steps.locking import make_accepted_lock
 from tests.contract.damaged_trees import TREES, Tree, damage
 
 REPO = "moonshotai/Kimi-K2-Instruct"

@@ -110,7 +110,7 @@ def test_right_bytes_behind_a_link_are_not_right_on_a_node(lock_and_directory: t
     assert (caught.value.where, caught.value.got) == (f"node-1: {SHARD}", "a link")
 
 
-@pytest.mark.parametrize("name", ["a", "n" * 200])
+@pytest.mark.parametrize("name", ["a", "n" * 180])
 def test_however_many_files_are_wrong_the_message_says_how_many(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
