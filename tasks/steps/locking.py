@@ -160,7 +160,8 @@ class _Reading:
         return header
 
     def _read(self, file: LockedFile, offset: int, size_bytes: int) -> bytes:
-        data = self.hub.read_range(self.lock.repo, self.lock.revision, file.path, offset, size_bytes)
+        where = self.lock.repo, self.lock.revision, file.path
+        data = self.hub.read_range(*where, offset, size_bytes) if size_bytes else b""
         if len(data) < size_bytes:
             raise self._unreliable(file, f"{len(data)} of {size_bytes} bytes from {offset} on")
         return data

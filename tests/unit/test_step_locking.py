@@ -221,6 +221,12 @@ def test_a_long_header_is_read_to_its_end_and_no_further():
     assert it.ranges == [("model.safetensors", 0, 512 * 1024), ("model.safetensors", 512 * 1024, length - 512 * 1024)]
 
 
+def test_of_an_empty_shard_nothing_is_asked_for():
+    it = hub({SECOND: b""})
+    assert refused(it).where == SECOND
+    assert [path for path, _, _ in it.ranges] == [FIRST]
+
+
 def test_headers_are_read_several_at_once_but_not_all():
     meet, most, now, guard = threading.Barrier(8, timeout=20), [0], [0], threading.Lock()
 
