@@ -75,7 +75,7 @@ class ProgressLines:
 
     def __init__(self, total_bytes: int, files_total: int, now: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
-        self._now = now  # not the wall clock: set back, it would keep the lines back
+        self._now = now  # not the clock that people set: put back, it would keep the lines away
         self._total_bytes = total_bytes
         self._files_total = files_total
         self._done_bytes = 0
@@ -106,8 +106,7 @@ class ProgressLines:
             self._print(force=True)
 
     def _print(self, *, force: bool = False) -> None:
-        # Not by the clock that people set: one that is put back would keep the lines away.
-        tick = time.monotonic()
+        tick = self._now()
         if not force and tick - self._last < PROGRESS_INTERVAL_S:
             return
         self._last = tick
