@@ -38,7 +38,7 @@ from tasks.core.lock import Lock, LockedFile, classify, make_lock
 REPO = "moonshotai/Kimi-K2-Instruct"
 _ROUNDS = 5
 _SMALL = (3, 1_000_000)
-_LARGE = (4, 128_000_000)
+_LARGE = (3, 100_000_000)
 _STREAMED = (8, 8_000_000)
 _CONNECTION_BYTES_PER_S = 8_000_000
 _AT_ONCE = 4
