@@ -51,9 +51,22 @@ class Origin:
 
 def hub_origin_from_environment(lock: Lock) -> Origin:
     """Return the Hub that the environment names, at the locked commit."""
-    token = os.environ.get("HF_TOKEN", "").strip()
+    token = _hub_token()
     environment = {"DFGET_HF_BASE_URL": required("HF_ENDPOINT"), **({"DFGET_HF_TOKEN": token} if token else {})}
     return Origin(lambda file: f"hf://{lock.repo}/{quote(file.path)}", ("--hf-revision", lock.revision), environment)
+
+
+def _hub_token() -> str:
+    """Return the Hub's token, from a file that can be replaced if one is named; empty for none."""
+    path = os.environ.get("HF_TOKEN_PATH", "")
+    if not path:
+        return os.environ.get("HF_TOKEN", "").strip()
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            "K2-INP-001", "The Hub token cannot be read.", where=path, got=type(error).__name__, expected="a token"
+        ) from None
 
 
 def store_origin_from_environment() -> Origin:

@@ -188,7 +188,7 @@ def adopt_verified(
         fsync_directory(final.parent)
     except OSError as error:
         raise disk_error(error, final) from error
-    return staged_file(dest_dir, path, expected.sha256)
+    return StagedFile(path, after.st_size, expected.sha256, after.st_mtime_ns, after.st_ino)
 
 
 def temp_path(dest_dir: Path, path: str, expected: LockedFile) -> Path:

@@ -207,6 +207,16 @@ def test_without_the_program_the_site_file_is_what_is_wrong(place: Place, there:
     assert place.left() == []
 
 
+def test_a_token_may_stand_in_a_file(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("hf_of-a-file\n")
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    place.fetch(place.dfget("right"))
+    assert place.calls()[0][1]["DFGET_HF_TOKEN"] == "hf_of-a-file"
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(InputError, match="token"):
+        place.dfget("right")
+
+
 def test_the_store_is_an_origin_too(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ENDPOINT": "http://s3", "BUCKET": "k2", "ACCESS_KEY": "ak", "SECRET_KEY": "sk"}.items():
         monkeypatch.setenv(f"K2_STORE_{name}", value)

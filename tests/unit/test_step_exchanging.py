@@ -10,8 +10,9 @@ from tasks.core.render import staged_label
 from tasks.core.spec import Staging
 from tasks.core.standing import LEFT, WORKING, Note
 from tasks.core.ways import bytes_to_pull, planned_topology, pulls_into_store, topology_of
+from tasks.steps.acceptance import lock_step
 from tasks.steps.staging import stage_step
-from tasks.steps.weights import lock_step, pull_step
+from tasks.steps.weights import pull_step
 from tests.fakes.checkpoints import REPO, REVISION
 from tests.fakes.pipeline import bring_up
 from tests.fakes.small_world import World, release, site
