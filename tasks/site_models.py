@@ -46,6 +46,7 @@ class StagingFiguresModel(Model):
     store_client_bytes_per_s: Count | None = Field(default=None, description="What the store gives to one client.")
     network_bytes_per_s: Count | None = Field(default=None, description="What a node takes from other nodes.")
     disk_bytes_per_s: Count | None = Field(default=None, description="What a node's NVMe writes.")
+    core_hash_bytes_per_s: Count | None = Field(default=None, description="What one core of a node hashes (sha256).")
 
 
 class StagingModel(Model):

@@ -159,11 +159,14 @@ def receipt(release: Mapping[str, Any], records: Iterable[Record], facts: Mappin
     Args:
         release: the release as plain data.
         records: all records of the release in order.
-        facts: lock, nodes with marker digests, manifests digest, images, verdicts, weights over time, approver, tools.
+        facts: lock, nodes with marker digests, manifests digest, images, verdicts, weights over time, approver, tools;
+            what their plan has predicted of a step stands beside its seconds.
     """
     states = fold(records)
+    predicted = ((facts.get("plan") or {}).get("transfers") or {}).get("predicted_s") or {}
     steps = [
         {"name": s.step, "outcome": s.outcome, "attempts": s.attempts, "seconds": round(s.seconds, 3)}
+        | ({"predicted_s": predicted[s.step]} if s.step in predicted else {})
         for s in (states[name] for name in STEPS if name in states)
     ]
     return {"version": LEDGER_VERSION, "release": plain(release), "steps": steps, **plain(facts)}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.core.errors import CapacityError
 from tasks.core.lock import Lock
 from tasks.core.spec import Release, Site
+from tasks.core.transfer_choice import Places, Transfers, plan_transfers, transfer_rows
 from tasks.core.units import format_bytes, format_duration, format_usd
 from tasks.core.ways import bytes_to_pull
 
@@ -85,6 +86,7 @@ class Plan:
 
     `live_release` and `live_serving_digest` are what was live when the plan was made (empty for nothing),
     `route_stable` the serving label that the route sent users to: whoever carries the plan out later compares.
+    `transfers` is how the weights go and how long that is predicted to take.
     """
 
     release: str
@@ -105,6 +107,7 @@ class Plan:
     live_release: str
     live_serving_digest: str
     route_stable: str
+    transfers: Transfers = field(default_factory=Transfers)
 
     @property
     def has_changes(self) -> bool:
@@ -172,6 +175,8 @@ def make_plan(
     spares = tuple(n.name for n in nodes if n.carries(each) and n.name not in chosen) if runs else ()
     unstaged = sum(digest[:12] not in n.staged for n in nodes if n.name in {*chosen, *spares})
     holding = len(chosen) + len(spares) - unstaged
+    transfers = _transfers(lock, site, nodes, chosen, spares, each, blobs_present) if runs else Transfers()
+    to_pull = bytes_to_pull(lock, site, blobs_present, unstaged, holding, transfers.topology) if runs else 0
     return Plan(
         release=release.id,
         change=change,
@@ -181,7 +186,7 @@ def make_plan(
         capacity_mode="double" if runs else "none",
         nodes=chosen,
         spares=spares,
-        bytes_to_pull=bytes_to_pull(lock, site, blobs_present, unstaged, holding) if runs else 0,
+        bytes_to_pull=to_pull,
         bytes_to_stage=unstaged * lock.total_bytes if runs else 0,
         objects=tuple(objects) if runs else (),
         pods_started=needed + 1 if runs else 0,
@@ -191,6 +196,30 @@ def make_plan(
         live_release=live.release if live else "",
         live_serving_digest=live.serving_digest if live else "",
         route_stable=stable,
+        transfers=transfers,
+    )
+
+
+def _transfers(
+    lock: Lock,
+    site: Site,
+    nodes: Sequence[NodeFacts],
+    chosen: Sequence[str],
+    spares: Sequence[str],
+    gpus: int,
+    present: Mapping[str, bool],
+) -> Transfers:
+    """Return how the weights come onto the nodes that lack them; chosen nodes that nobody uses wait for them."""
+    staged = {node.name for node in nodes if lock.digest[:12] in node.staged}
+    lacking, spares_lacking = set(chosen) - staged, set(spares) - staged
+    idle = sum(node.name in chosen and not node.gpus_used for node in nodes)
+    return plan_transfers(
+        lock,
+        site.staging,
+        site.pullers,
+        present,
+        Places(len(lacking), len(spares_lacking), len(staged.intersection((*chosen, *spares)))),
+        idle * gpus * site.usd_per_gpu_hour,
     )
 
 
@@ -268,6 +297,7 @@ def plan_rows(plan: Plan, usd_per_hour_total: float) -> list[dict[str, str]]:
         ("also staged", ", ".join(plan.spares) or "none"),
         ("to pull from the Hub", format_bytes(plan.bytes_to_pull)),
         ("to stage on nodes", format_bytes(plan.bytes_to_stage)),
+        *transfer_rows(plan.transfers),
         ("pods started", str(plan.pods_started)),
         ("traffic", "shifts" if plan.shifts_traffic else "does not move"),
         ("second set costs", f"{format_usd(usd_per_hour_total)} per hour"),

@@ -59,6 +59,7 @@ def _node_lines(body: Mapping[str, Any]) -> list[str]:
 def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"step          {step['name']:<12} {step['outcome']:<11}{step['seconds']:>9.1f} s"
+        + (f", predicted {step['predicted_s']:.1f} s" if "predicted_s" in step else "")
         + (f", {step['attempts']} tries" if step["attempts"] > 1 else "")
         for step in steps
     ]

@@ -200,7 +200,7 @@ class StagingFigures:
 
     `hub` is what one node gets from the Hub, `uplink` what the whole site gets from outside, `store` what the object
     store gives to all clients together and `store_client` to one, `network` what a node takes from other nodes, `disk`
-    what its NVMe writes.
+    what its NVMe writes, `core_hash` what one core of a node hashes (sha256).
     """
 
     hub_bytes_per_s: int | None = None
@@ -209,6 +209,7 @@ class StagingFigures:
     store_client_bytes_per_s: int | None = None
     network_bytes_per_s: int | None = None
     disk_bytes_per_s: int | None = None
+    core_hash_bytes_per_s: int | None = None
 
 
 @dataclass(frozen=True)

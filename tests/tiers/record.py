@@ -29,6 +29,7 @@ TIERS: dict[str, tuple[list[str], int]] = {
     "bench-verify": ([str(BIN / "python"), "tests/bench/verify.py"], 1),
     "bench-pull": ([str(BIN / "python"), "tests/bench/pull.py"], 1),
     "bench-staging": ([str(BIN / "python"), "tests/bench/staging.py"], 1),
+    "bench-topologies": ([str(BIN / "python"), "tests/bench/topologies.py"], 1),
 }
 
 

@@ -181,7 +181,19 @@ def test_an_unknown_release_is_an_input_error(capsys, site):
 def test_plan_says_what_would_change_and_exits_3_only_when_asked(capsys, site):
     code, out, _ = run(capsys, "plan", WHAT.id, "--json")
     assert code == 0
-    assert json.loads(out)["change"] == "first"
+    said = json.loads(out)
+    assert said["change"] == "first"
+    assert said["transfers"]["topology"] == "store"
+    assert set(said["transfers"]["predicted_s"]) == {"pull", "stage"}
+    assert {way["name"] for way in said["transfers"]["ways"]} >= {"each-from-hub", "one-pull", "sharded-exchange"}
+    shown = run(capsys, "plan", WHAT.id)[1]
+    for line in (
+        "weights go by         store: ",
+        "predicted             pull ",
+        "  sharded-exchange    ",
+        "  assumed             ",
+    ):
+        assert line in shown
     assert run(capsys, "plan", WHAT.id, "--detailed-exitcode")[0] == 3
     make_live(site.ports(), WHAT)
     assert run(capsys, "plan", WHAT.id, "--detailed-exitcode")[0] == 0
@@ -266,6 +278,7 @@ def test_receipt_shows_and_verifies(capsys, site):
         "release       k2-new-1",
         "node          node-1",
         "step          stage",
+        ", predicted ",
         "gate          throughput: pass",
     ):
         assert line in shown

@@ -109,3 +109,14 @@ def test_the_receipt_lists_steps_in_the_order_of_the_flow():
     body = receipt({"id": "r"}, [record("pull"), record("lock"), record("end", FINISHED)], {"site": "s"})
     assert [step["name"] for step in body["steps"]] == ["lock", "pull"]
     assert (body["version"], body["site"]) == (1, "s")
+
+
+def test_the_receipt_has_what_the_plan_predicted_beside_what_a_step_took():
+    plan = {"transfers": {"predicted_s": {"pull": 1.5}}}
+    events = [record("pull"), record("pull", FINISHED, 5.0), record("lock"), record("lock", FINISHED, 1.0)]
+    steps = {step["name"]: step for step in receipt({"id": "r"}, events, {"plan": plan})["steps"]}
+    assert (steps["pull"]["predicted_s"], steps["pull"]["seconds"]) == (1.5, 5.0)
+    assert "predicted_s" not in steps["lock"]
+    # a plan of a tool before this one, and none at all
+    for facts in ({"plan": {}}, {"plan": None}, {}):
+        assert "predicted_s" not in receipt({"id": "r"}, events, facts)["steps"][1]

@@ -18,7 +18,8 @@ from tasks.core.plan import (
     waiting_cost,
 )
 from tasks.core.spec import Retention, plain
-from tests.fakes.checkpoints import contents, lock_of
+from tasks.core.transfer_choice import Transfers
+from tests.fakes.checkpoints import contents, lock_of, published_lock
 from tests.fakes.small_world import IMAGES, release, site
 
 LOCK = lock_of(contents())
@@ -221,3 +222,36 @@ def test_rows_say_what_a_person_asks():
     assert rows["second set costs"] == "$55.20 per hour"
     assert "no baseline" in rows["warning"]
     assert waiting_cost(1800, 55.2) == "30 min 00 s, $27.60 so far at $55.20/h"
+
+
+def test_the_way_of_the_weights_is_planned_for_the_nodes_that_lack_them():
+    staged = [LOCK.digest[:12]]
+    pool = [node("node-1", staged=staged), *POOL[1:3], node("node-4", used=8), node("node-5", used=8, staged=staged)]
+    plan = made(BASE, pool)
+    assert (plan.nodes, plan.spares) == (("node-1", "node-2", "node-3"), ("node-4", "node-5"))
+    assert plan.transfers.topology == "store"
+    ways = {way.name: way for way in plan.transfers.ways}
+    assert ways["each-from-hub"].outside_bytes == 3 * LOCK.total_bytes
+    assert plan.transfers.predicted_s == {
+        "pull": pytest.approx(2, abs=0.1),
+        "stage": pytest.approx(4, abs=0.1),
+    }  # two starts: the chosen ones, then a spare
+    all_of_it = {file.sha256: True for file in LOCK.files}
+    again = made(BASE, [node(f"node-{n}", staged=staged) for n in range(1, 4)], blobs=all_of_it)
+    assert again.transfers.predicted_s == {"pull": 0.0, "stage": 0.0}
+
+
+def test_a_plan_that_starts_nothing_moves_no_weights():
+    assert made(BASE, of=live()).transfers == Transfers()
+    assert "weights go by" not in {row["what"] for row in plan_rows(made(BASE, of=live()), 0)}
+    assert "weights go by" in {row["what"] for row in plan_rows(made(BASE), 0)}
+
+
+def test_gpus_wait_for_weights_only_where_nobody_uses_them():
+    big = published_lock()
+
+    def waiting(pool):
+        return make_plan(BASE, big, site(), None, "parking", pool, {}, []).transfers.usd_waiting
+
+    three, one = waiting(POOL[:3]), waiting([*(node(f"node-{n}", used=8, own=8) for n in (1, 2)), node("node-3")])
+    assert 0 < one == pytest.approx(three / 3, abs=0.01)
