@@ -10,8 +10,8 @@ from tasks.core.lock import Lock, LockedFile
 from tasks.core.marker import FileStat, Marker, StagedFile
 from tasks.core.units import format_bytes
 
-# Files that a node's stager has under way, each hashed and written by a thread of its own.
-FILES_AT_ONCE = 3
+# Files under way in one program, each hashed by a thread of its own: of a node's, and of a puller.
+FILES_AT_ONCE, PULLS_AT_ONCE = 3, 8
 _SPARE_INODES = 64
 
 

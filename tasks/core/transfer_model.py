@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tasks.core.lock import Lock
 from tasks.core.spec import StagingFigures
-from tasks.core.staging import FILES_AT_ONCE
+from tasks.core.staging import FILES_AT_ONCE, PULLS_AT_ONCE
 
 HUB, STORE, EXCHANGE = "hub", "store", "exchange"
 EACH_FROM_HUB, ONE_PULL, SHARDED_PULL = "each-from-hub", "one-pull", "sharded-pull"
@@ -40,8 +40,8 @@ ASSUMED: Mapping[str, tuple[int, str]] = {
 class Rates:
     """What each part carries, in bytes per second, and which figures are assumed because the site does not state them.
 
-    `hub`, `disk` and `hash` are of one node, `store_client` of one node at the store, `network` of one node with the
-    others and in each direction; `uplink` and `store` are of the whole site.
+    `hub` and `disk` are of one node, `store_client` of one node at the store, `network` of one node with the others and
+    in each direction; `uplink` and `store` are of the whole site, `core_hash` of one core.
     """
 
     hub: float
@@ -50,19 +50,14 @@ class Rates:
     store_client: float
     network: float
     disk: float
-    hash: float
+    core_hash: float
     start_s: float = START_S
     meet_s: float = MEET_S
     assumed: tuple[str, ...] = ()
 
 
-def rates_of(figures: StagingFigures, hash_cores: int = FILES_AT_ONCE) -> Rates:
-    """Return the rates of a site; a figure that it does not state is assumed and named as such.
-
-    Args:
-        figures: what the site file states.
-        hash_cores: cores that a node's stager hashes on: one for each file that it has under way.
-    """
+def rates_of(figures: StagingFigures) -> Rates:
+    """Return the rates of a site; a figure that it does not state is assumed and named as such."""
 
     def figure(name: str) -> float:
         stated = getattr(figures, name)
@@ -75,7 +70,7 @@ def rates_of(figures: StagingFigures, hash_cores: int = FILES_AT_ONCE) -> Rates:
         store_client=figure("store_client_bytes_per_s"),
         network=figure("network_bytes_per_s"),
         disk=figure("disk_bytes_per_s"),
-        hash=hash_cores * figure("core_hash_bytes_per_s"),
+        core_hash=figure("core_hash_bytes_per_s"),
         assumed=tuple(name for name in ASSUMED if getattr(figures, name) is None),
     )
 
@@ -86,8 +81,9 @@ class Demand:
 
     `blobs_bytes` are the distinct files of the lock, `missing_bytes` those of them that the store does not hold. Of the
     nodes, `nodes` lack all of it and are waited for, `guests` lack it and are not, `holders` have it. `pullers` bring
-    files into the store. A puller, or an owner of an exchange, has `at_once` files under way. `origin` is where owners
-    pull from, `hub` or `store`. `overlapped`: a node takes a file from the store as soon as it is there.
+    files into the store, each with `pulls_at_once` files under way; a node has `at_once`. A file is hashed on one core.
+    `origin` is where owners pull from, `hub` or `store`. `overlapped`: a node takes a file from the store as soon as it
+    is there.
     """
 
     node_bytes: int
@@ -99,6 +95,7 @@ class Demand:
     holders: int = 0
     origin: str = HUB
     at_once: int = FILES_AT_ONCE
+    pulls_at_once: int = PULLS_AT_ONCE
     overlapped: bool = True
 
 
@@ -190,7 +187,7 @@ def _started(seconds: float, rates: Rates) -> float:
 def _writing(demand: Demand, rates: Rates) -> dict[str, float]:
     """Return the limits of whatever ends on a node's disk."""
     size = demand.node_bytes if demand.nodes else 0
-    return {"disk": size / rates.disk, "hash": size / rates.hash}
+    return {"disk": size / rates.disk, "hash": size / (demand.at_once * rates.core_hash)}
 
 
 def _each_from_hub(demand: Demand, rates: Rates) -> Prediction:
@@ -219,7 +216,7 @@ def _filling(demand: Demand, rates: Rates, pullers: int) -> Phase:
             "uplink": missing / rates.uplink,
             "store": missing / rates.store,
             "store per client": most / rates.store_client,
-            "hash": most / rates.hash,
+            "hash": most / (demand.pulls_at_once * rates.core_hash),
         }
     )
 
@@ -233,7 +230,7 @@ def _pulled(name: str, pullers: int, demand: Demand, rates: Rates) -> Prediction
     pull_s, stage_s = _started(pull.seconds, rates), _started(read.seconds, rates)
     both = Phase(pull_s + stage_s, (pull if pull.seconds >= read.seconds else read).bottleneck)
     if demand.overlapped and read.seconds:
-        both = _overlap(pull, read, demand.missing_bytes, pullers * demand.at_once)
+        both = _overlap(pull, read, demand.missing_bytes, pullers * demand.pulls_at_once)
         stage_s = _started(both.seconds, rates)
         both = Phase(stage_s, both.bottleneck)
     return Prediction(name, STORE, True, "", pull_s, stage_s, both.seconds, both.bottleneck, sum(demand.missing_bytes))
@@ -289,4 +286,4 @@ def _sharing(demand: Demand, rates: Rates, total: int, most: int) -> Phase:
         limits = {"store": total / rates.store, "store per client": most / rates.store_client}
     else:
         limits = {"Hub per host": most / rates.hub, "uplink": total / rates.uplink}
-    return _slowest({**limits, "hash": most / rates.hash})
+    return _slowest({**limits, "hash": most / (demand.at_once * rates.core_hash)})

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from tasks.core.errors import InputError, K2Error
+from tasks.core.staging import PULLS_AT_ONCE
 from tasks.node.byte_watch import Patience
 from tasks.node.program import Stop, run
 from tasks.node.supervision import Supervision
@@ -104,7 +105,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--puller", type=int, required=True, help="number of this puller, from 0")
     add("--of", type=int, required=True, help="count of pullers")
     add("--part-bytes", type=int, default=DEFAULT_PART_BYTES, help="size of an upload part (64 MiB)")
-    add("--threads", type=int, default=8, help="blobs at once, a stream each (8); each holds a part in memory")
+    add(
+        "--threads",
+        type=int,
+        default=PULLS_AT_ONCE,
+        help="blobs at once, a stream each (8); each holds a part in memory",
+    )
     add("--stall-s", type=float, default=30.0, help="no byte for so long: the stream is opened anew (30)")
     add("--min-bytes-per-s", type=int, default=10_000, help="less than that over such a time is no byte (10000)")
     add(

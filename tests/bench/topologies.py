@@ -68,7 +68,7 @@ class Row:
 def rates(limits: Limits) -> Rates:
     """Return the rates of the links; what only a real node has limits nothing, and starts are not measured."""
     inside = float(limits.inside)
-    return Rates(limits.hub, limits.uplink, limits.store, inside, inside, disk=1e15, hash=1e15, start_s=0.0)
+    return Rates(limits.hub, limits.uplink, limits.store, inside, inside, disk=1e15, core_hash=1e15, start_s=0.0)
 
 
 def predictions(site: Site, nodes: int, *, filled: bool) -> dict[str, Prediction]:

@@ -1,11 +1,13 @@
 """What each way of the weights takes, held against the published arithmetic for 16 nodes of 8 H200."""
 
+from collections import Counter
 from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasks.core import ownership
 from tasks.core.spec import StagingFigures
 from tasks.core.staging import FILES_AT_ONCE
 from tasks.core.transfer_model import (
@@ -22,7 +24,7 @@ from tasks.core.transfer_model import (
     rates_of,
 )
 from tasks.node import exchange, stage
-from tasks.node.pull import share
+from tasks.node.puller import share
 from tests.fakes.checkpoints import contents, lock_of, published_lock
 
 # The formulas of the table know no single files: as many that none counts.
@@ -34,7 +36,7 @@ GB, MINUTE = 1e9, 60.0
 
 def gigabytes(**per_s):
     """Return rates in GB/s; what is not named limits nothing."""
-    named = ("hub", "uplink", "store", "store_client", "network", "disk", "hash")
+    named = ("hub", "uplink", "store", "store_client", "network", "disk", "core_hash")
     return Rates(**{name: per_s.get(name, ANY) * GB for name in named}, start_s=per_s.get("start_s", 0.0), meet_s=0.0)
 
 
@@ -90,7 +92,7 @@ def test_b_one_pull_then_the_store(hub, store, seconds):
 )
 def test_b_overlapped_by_shard(hub, store, seconds):
     rates = gigabytes(hub=hub, uplink=GBIT_400, store=store, store_client=10)
-    row = way(ONE_PULL, REAL, rates, at_once=1, overlapped=True)
+    row = way(ONE_PULL, REAL, rates, pulls_at_once=1, overlapped=True)
     assert row.seconds == pytest.approx(seconds, rel=0.02)
 
 
@@ -115,7 +117,7 @@ def test_c_sharded_pull_and_exchange(uplink, hub, disk, seconds):
 @pytest.mark.parametrize(("store", "seconds"), [(20, 14 * MINUTE), (50, 329), (100, 165), (160, 103)])
 def test_c_through_the_store_and_e_with_a_filled_one(store, seconds):
     rates = gigabytes(hub=1, uplink=GBIT_100, store=store, disk=12)
-    through = way(SHARDED_PULL, FINE, rates, pullers=16, at_once=1, overlapped=True)
+    through = way(SHARDED_PULL, FINE, rates, pullers=16, pulls_at_once=1, overlapped=True)
     filled = way(STORE_FILLED, FINE, replace(rates, store_client=10 * GB), present=all_present(FINE))
     assert through.seconds == pytest.approx(seconds, rel=0.02)
     assert filled.seconds == pytest.approx(seconds, rel=0.02)
@@ -206,7 +208,7 @@ def test_the_owner_with_most_bytes_holds_up_the_others():
         (EACH_FROM_HUB, {"hub": 1}, "Hub per host"),
         (EACH_FROM_HUB, {"uplink": 1}, "uplink"),
         (EACH_FROM_HUB, {"disk": 1}, "disk"),
-        (EACH_FROM_HUB, {"hash": 1}, "hash"),
+        (EACH_FROM_HUB, {"core_hash": 1}, "hash"),
         (ONE_PULL, {"hub": 1}, "Hub per host"),
         (ONE_PULL, {"store": 1}, "store"),
         (SHARDED_PULL, {"uplink": 1}, "uplink"),
@@ -215,7 +217,7 @@ def test_the_owner_with_most_bytes_holds_up_the_others():
         (SHARDED_EXCHANGE, {"network": 1}, "network"),
         (SHARDED_EXCHANGE, {"uplink": 1, "hub": 2}, "uplink"),
         (SHARDED_EXCHANGE, {"hub": 1}, "Hub per host"),
-        (SHARDED_EXCHANGE, {"hash": 1}, "hash"),
+        (SHARDED_EXCHANGE, {"core_hash": 1}, "hash"),
         (SHARDED_EXCHANGE, {"disk": 1}, "disk"),
     ],
 )
@@ -228,7 +230,7 @@ def test_the_bottleneck_has_a_name(name, slow, bottleneck):
 def test_more_cores_hash_more_until_the_disk_is_the_limit():
     figures = StagingFigures(disk_bytes_per_s=12_000_000_000, store_bytes_per_s=10**15, store_client_bytes_per_s=10**15)
     rows = [
-        way(STORE_FILLED, REAL, rates_of(figures, hash_cores=cores), present=all_present(REAL)) for cores in (3, 10, 21)
+        way(STORE_FILLED, REAL, rates_of(figures), present=all_present(REAL), at_once=cores) for cores in (3, 10, 21)
     ]
     assert [row.bottleneck for row in rows] == ["hash", "disk", "disk"]
     assert rows[0].seconds == pytest.approx(REAL.total_bytes / 3.6e9 + 2, rel=0.01)
@@ -262,8 +264,8 @@ def test_a_content_that_stands_twice_is_pulled_once_and_staged_twice():
 
 
 def test_figures_that_a_site_does_not_state_are_assumed_and_named():
-    stated = rates_of(StagingFigures(hub_bytes_per_s=7, core_hash_bytes_per_s=5), hash_cores=2)
-    assert (stated.hub, stated.hash, stated.uplink) == (7, 10, ASSUMED["uplink_bytes_per_s"][0])
+    stated = rates_of(StagingFigures(hub_bytes_per_s=7, core_hash_bytes_per_s=5))
+    assert (stated.hub, stated.core_hash, stated.uplink) == (7, 5, ASSUMED["uplink_bytes_per_s"][0])
     assert set(stated.assumed) == set(ASSUMED) - {"hub_bytes_per_s", "core_hash_bytes_per_s"}
     assert {field.name for field in fields(StagingFigures)} == set(ASSUMED)
     assert all(source for _, source in ASSUMED.values())
@@ -280,7 +282,11 @@ def test_a_deal_gives_everything_once_and_no_hand_much_more(sizes, hands):
     assert max(loads) - min(loads) <= max(sizes)
 
 
-def test_the_pullers_deal_as_the_model_does():
+def test_the_pullers_and_the_owners_deal_as_the_model_does():
+    sizes_by_sha256, owners = {file.sha256: file.size_bytes for file in REAL.files}, Counter()
+    for sha256, owner in ownership.deal(REAL.files, [f"node-{n}" for n in range(16)]).items():
+        owners[owner] += sizes_by_sha256[sha256]
+    assert sorted(owners.values()) == sorted(map(sum, deal(sizes_by_sha256.values(), 16)))
     assert [[file.size_bytes for file in share(REAL, puller, 8)] for puller in range(8)] == deal(
         [file.size_bytes for file in REAL.files], 8
     )
@@ -299,11 +305,13 @@ RATE = st.integers(1, 1000)
 def test_no_way_beats_its_slowest_part_and_a_faster_part_slows_nothing(rates, nodes, pullers, overlapped, data):
     rates = gigabytes(**rates, start_s=2.0)
     demand = replace(demand_of(REAL, {}, nodes, pullers), overlapped=overlapped)
-    faster = replace(rates, **{data.draw(st.sampled_from(["hub", "uplink", "store", "network", "disk", "hash"])): ANY})
+    faster = replace(
+        rates, **{data.draw(st.sampled_from(["hub", "uplink", "store", "network", "disk", "core_hash"])): ANY}
+    )
     for row, other in zip(predict(demand, rates), predict(demand, faster), strict=True):
         if not row.possible:
             continue
-        assert row.seconds >= REAL.total_bytes / min(rates.disk, rates.hash)
+        assert row.seconds >= REAL.total_bytes / min(rates.disk, 3 * rates.core_hash)
         assert row.seconds >= row.outside_bytes / rates.uplink
         assert max(row.pull_s, row.stage_s) <= row.seconds <= row.pull_s + row.stage_s + 1e-6
         assert other.seconds <= row.seconds + 1e-6

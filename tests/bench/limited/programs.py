@@ -8,6 +8,7 @@ the transfer, not how one machine starts many programs one after another.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -96,7 +97,8 @@ class Programs:
             seconds = _follow(children)
         finally:
             for child in children:
-                os.kill(child.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
                 child.reap()
                 os.close(child.errors)
         for child in children:
@@ -121,6 +123,7 @@ class Programs:
         """Be a node's program from here on."""
         code, host = 70, start.host
         try:
+            os.setpgid(0, 0)
             die_with_parent()
             os.dup2(errors, 2)
             os.dup2(os.open(os.devnull, os.O_RDWR), 1)
@@ -158,9 +161,9 @@ def _follow(children: Sequence[_Child]) -> float:
                 if key.data in waiting and (child.is_ready or not said):
                     waiting.discard(key.data)
                     if said:
-                        os.kill(child.pid, signal.SIGSTOP)
+                        os.killpg(child.pid, signal.SIGSTOP)
                     if not waiting:
                         began = time.monotonic()
                         for each in children:
-                            os.kill(each.pid, signal.SIGCONT)
+                            os.killpg(each.pid, signal.SIGCONT)
     return time.monotonic() - began
