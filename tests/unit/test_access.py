@@ -36,6 +36,9 @@ ARGUMENTS = {
     "release": [WHAT.id],
     "promote": [WHAT.id, "-y"],
     "retire": [WHAT.id, "-y"],
+    "scrub": [],
+    "gc": [],
+    "verify": ["0" * 64, "--nodes"],
     "site": ["check"],
 }
 
