@@ -10,10 +10,10 @@ BURST_S = 0.25
 
 
 class RateLimit:
-    """Lets so many bytes per second through, whoever takes them, in bursts of at most a quarter of a second.
+    """Lets so many bytes per second through, whoever takes them; what was not used is kept for a quarter of a second.
 
-    Who takes waits in turn: a debt is paid by whoever made it, so that one large block delays the next one by as much
-    as many small ones would.
+    Each take is put behind all earlier ones and waits until they and it are paid for, so that a large block delays the
+    next one by as much as many small ones would, and no thread gets more by asking more often.
 
     Args:
         bytes_per_s: the limit; more than zero.
