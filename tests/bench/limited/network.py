@@ -122,7 +122,7 @@ class Host:
     def start(self, argv: Sequence[str], **popen: object) -> subprocess.Popen[str]:
         """Start a program in the namespace that ends when we do."""
         return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
-            self.command(*argv), text=True, preexec_fn=die_with_parent, **popen
+            self.command(*argv), text=True, start_new_session=True, preexec_fn=die_with_parent, **popen
         )
 
     def end(self) -> None:

@@ -123,7 +123,7 @@ class Programs:
         """Be a node's program from here on."""
         code, host = 70, start.host
         try:
-            os.setpgid(0, 0)
+            os.setsid()  # the scheduler gives each session its share, as if it were a machine of its own
             die_with_parent()
             os.dup2(errors, 2)
             os.dup2(os.open(os.devnull, os.O_RDWR), 1)
