@@ -157,6 +157,8 @@ def test_a_flow_that_is_told_to_end_while_only_staging_is_left(world, monkeypatc
 
     monkeypatch.setattr(threading.Thread, "join", join)
     monkeypatch.setattr(world, "_complete", lambda lock: waiting.is_set() and False)
+    # Hours of the world's clock must not pass in the one thread while the other gets no CPU.
+    world.clock.on_sleep.append(lambda now: time.sleep(0.001))
     with pytest.raises(KeyboardInterrupt):
         act(world)
     steps = states(world.store, world.made.release.id)
