@@ -221,8 +221,8 @@ def _add_acting(commands: Commands) -> None:
 
 def _add_caring(commands: Commands) -> None:
     for name, summary in (
-        ("scrub", "Read every staged byte of the live and the rollback release again; put right what has rotted."),
-        ("gc", "List the weights on the nodes and in the store, and what may go; with -y let it go, through a trash."),
+        ("scrub", "Read every byte of what is live again on its nodes; put right what has rotted."),
+        ("gc", "List the weights that nothing needs; with -y let them go, through a trash."),
     ):
         command = _command(commands, name, _CARING, summary)
         command.add_argument(

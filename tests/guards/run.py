@@ -761,7 +761,7 @@ GUARDS = (
         "        claims = self.claims.get(path, ())\n",
         "        claims = self.claims.get(path, ())[:0]\n",
         (
-            "tests/unit/test_collection.py::test_nothing_goes_that_anybody_needs",
+            "tests/unit/test_step_collecting.py::test_live_and_rollback_target_stay",
             "tests/unit/test_step_collecting.py::test_what_is_not_promoted_yet_stays_until_it_is_given_up",
         ),
     ),
@@ -772,7 +772,7 @@ GUARDS = (
         '            if use.node in ("", node) and use.covers(path):\n',
         '            if use.node == "no such node" and use.covers(path):\n',
         (
-            "tests/unit/test_collection.py::test_nothing_goes_that_anybody_needs",
+            "tests/unit/test_step_collecting.py::test_a_set_that_is_in_the_cluster_keeps_its_weights_whatever_the_ledger_says",
             "tests/unit/test_step_collecting.py::test_somebody_elses_pod_that_mounts_the_directory_keeps_all_of_that_node",
         ),
     ),
@@ -837,7 +837,7 @@ GUARDS = (
         "tasks/core/store_collection.py",
         "        elif blob.sha256 not in tombstones:\n",
         "        elif blob.sha256 not in tombstones and age_s:\n",
-        ("tests/unit/test_collection.py::test_nothing_of_the_store_goes_that_is_needed_or_not_long_enough_buried",),
+        ("tests/unit/test_collection.py::test_a_file_of_the_store_is_buried_first_also_where_the_trash_has_no_age",),
     ),
 )
 

@@ -296,6 +296,14 @@ def test_nothing_of_the_store_goes_that_is_needed_or_not_long_enough_buried(
         assert upload.idle_s >= 3600
 
 
+def test_a_file_of_the_store_is_buried_first_also_where_the_trash_has_no_age() -> None:
+    blob = Blob(DIGESTS[0], 5, True)
+    first = plan_store([blob], [], set(), {}, {}, 0.0, NOW)
+    assert (first.bury, first.delete) == ((blob,), ())
+    later = plan_store([blob], [], set(), {blob.sha256: NOW - 1}, {}, 0.0, NOW)
+    assert (later.bury, later.delete) == ((), (blob,))
+
+
 def test_a_blob_is_known_by_either_of_its_keys() -> None:
     sizes = {f"blobs/{DIGESTS[0]}": 5, f"blobs/{DIGESTS[0]}.ok": 1, f"blobs/{DIGESTS[1]}": 7}
     sizes |= {f"blobs/{DIGESTS[2]}.ok": 1, "blobs/readme": 3, f"blobs/{DIGESTS[3]}.tmp": 4}
