@@ -140,6 +140,7 @@ def main() -> None:
             for number in range(size.rounds):
                 turn = number * 5 % len(acts)
                 for what in (*acts[turn:], *acts[:turn]):
+                    print(f"round {number + 1} of {size.rounds}: {what.name}", file=sys.stderr, flush=True)
                     costs[what.name].append(bench.measure(what))
         where = _disk_of(Path(name))
     for what, found in costs.items():
