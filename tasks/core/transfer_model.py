@@ -21,8 +21,8 @@ SHARDED_EXCHANGE, STORE_FILLED = "sharded-exchange", "store-filled"
 
 # What starting the programs of one step takes beside moving bytes.
 START_S = 2.0
-# What nodes take to find each other, and to notice at the end that nobody needs them: each a beat of the rendezvous.
-MEET_S = 4.0
+# Three beats of the rendezvous: two until the nodes know each other, one until all know that nobody needs them.
+MEET_S = 6.0
 
 # figure -> (value, where it is from). At the low end of what is known: a plan should not promise too much.
 ASSUMED: Mapping[str, tuple[int, str]] = {

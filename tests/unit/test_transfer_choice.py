@@ -30,11 +30,11 @@ def planned(figures=FIGURES, topology="auto", *, nodes=16, spares=0, holding=0, 
 @pytest.mark.parametrize(
     ("how", "topology", "reason"),
     [
-        ({}, "exchange", "fastest: 2 min 37 s, 15 min 08 s through the store (store)"),
-        ({"present": ALL}, "exchange", "fastest: 2 min 37 s, 13 min 45 s through the store (store)"),
+        ({}, "exchange", "fastest: 2 min 39 s, 15 min 08 s through the store (store)"),
+        ({"present": ALL}, "exchange", "fastest: 2 min 39 s, 13 min 45 s through the store (store)"),
         ({"figures": FAST_STORE, "present": ALL}, "store", "no other way is clearly faster"),
         ({"figures": FAST_STORE}, "exchange", "fastest"),
-        ({"figures": StagingFigures()}, "store", "exchange is predicted at 5 min"),
+        ({"figures": StagingFigures()}, "store", "exchange is predicted at 6 min"),
         ({"figures": replace(FIGURES, network_bytes_per_s=None)}, "store", "state network_bytes_per_s in the site's"),
         ({"figures": replace(FIGURES, store_bytes_per_s=None)}, "store", "state store_bytes_per_s in the site's"),
         (
@@ -45,8 +45,8 @@ def planned(figures=FIGURES, topology="auto", *, nodes=16, spares=0, holding=0, 
         ({"nodes": 1, "pullers": 16}, "store", "no other way is clearly faster"),
         ({"nodes": 0, "present": ALL}, "store", "no chosen node lacks the weights"),
         ({"nodes": 0, "topology": "exchange"}, "exchange", "the site file says exchange, although no node lacks the"),
-        ({"topology": "hub"}, "hub", "the site file says hub; exchange is predicted at 2 min 37 s"),
-        ({"topology": "store"}, "store", "the site file says store; exchange is predicted at 2 min 37 s"),
+        ({"topology": "hub"}, "hub", "the site file says hub; exchange is predicted at 2 min 39 s"),
+        ({"topology": "store"}, "store", "the site file says store; exchange is predicted at 2 min 39 s"),
         ({"topology": "exchange"}, "exchange", "the site file says exchange"),
         ({"topology": "exchange", "nodes": 1}, "exchange", "says exchange, although there is no other node"),
         ({"nodes": 1, "holding": 15}, "exchange", "fastest: "),
@@ -83,9 +83,9 @@ def test_dollars_are_those_of_gpus_that_wait():
 def test_rows_show_every_way_and_what_is_assumed():
     rows = dict(transfer_rows(planned(replace(FIGURES, disk_bytes_per_s=None), usd=294.4)))
     assert rows["weights go by"].startswith("exchange: fastest: ")
-    assert rows["predicted"] == "pull 0 ms, stage 4 min 03 s; $19.89 for GPUs that wait"
+    assert rows["predicted"] == "pull 0 ms, stage 4 min 05 s; $20.06 for GPUs that wait"
     assert rows["  each-from-hub"] == "21 min 59 s, uplink, 16.5 TB from outside"
-    assert rows["  sharded-exchange"] == "4 min 03 s, disk, 1.03 TB from outside"
+    assert rows["  sharded-exchange"] == "4 min 05 s, disk, 1.03 TB from outside"
     assert rows["  store-filled"] == "not possible: the store holds 0 of 61 files"
     assert rows["  assumed"] == "disk 6 GB/s (one NVMe drive, no stripe)"
     assert transfer_rows(Transfers()) == []
